@@ -35,7 +35,7 @@ def features(keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
     Args:
         keys: [KH, T, D], rotated or not. values: [KH, T, DV].
     """
-    known = torch.cat([_lengths(keys.float(), rotation), values.float()], -1)
+    known = torch.cat([key_lengths(keys.float(), rotation), values.float()], -1)
     heads, tokens, count = known.shape
     return known if heads * count > MOST else known.transpose(0, 1).reshape(1, tokens, -1)
 
@@ -46,10 +46,12 @@ def num_features(heads: int, key_size: int, value_size: int, rotation: Rotation)
     return count if heads * count > MOST else heads * count
 
 
-def _lengths(keys: Tensor, rotation: Rotation) -> Tensor:
+def key_lengths(keys: Tensor, rotation: Rotation) -> Tensor:
+    """Of keys, [..., D]: the lengths of the turned pairs, then what is not turned."""
     turned, plain = keys[..., : rotation.size], keys[..., rotation.size :]
     if rotation.interleaved:
         pairs = turned.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         pairs = turned.unflatten(-1, (2, rotation.size // 2)).unbind(-2)
-    return torch.cat([(pairs[0].square() + pairs[1].square()).sqrt(), plain], -1)
+    lengths = pairs[0].square().addcmul_(pairs[1], pairs[1]).sqrt_()
+    return torch.cat([lengths, plain], -1) if plain.shape[-1] else lengths

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o_vllm.calibration.features import Rotation, num_features
+from h2o_vllm.calibration.features import Rotation, key_lengths, num_features
 from h2o_vllm.errors import ConfigError
 
 FORMAT = "h2o-vllm calibration 1"
@@ -85,6 +85,50 @@ class Part:
     rotation: Rotation
     first: int
     of_all_heads: bool
+
+    def sums(self, keys: Tensor, values: Tensor, layers: slice = slice(None)) -> Tensor:
+        """This rank's part of the logarithm of the attention that tokens are expected to get, [L, m, M, BS].
+
+        Args:
+            keys, values: of m blocks, [L, m, KH, BS, D], float32. layers: which ones of the worker's.
+        """
+        lengths = key_lengths(keys, self.rotation)
+        heads, count = keys.shape[2], lengths.shape[-1]
+        weights, constant = self.weights[layers].split([self.weights.shape[2] - 1, 1], -1)
+        if across := weights.shape[-1] == heads * (count + values.shape[-1]):
+            by_head = weights.unflatten(-1, (heads, -1)).transpose(1, 2)[:, None]
+        else:
+            by_head = weights[:, None, :, None]
+        # No copy that has both; weights go first, as a matrix of few rows times a wide one is fast.
+        found = by_head[..., :count] @ lengths.mT + by_head[..., count:] @ values.mT
+        return (found.sum(2) if across else found.squeeze(3)) + constant[:, None]
+
+    def on(
+        self, device: torch.device | str, size: int, scales: tuple[Tensor, Tensor] | None
+    ) -> Part:
+        """The same on a device.
+
+        Args:
+            size: D. scales: those of 8-bit keys and values, [L] each, as :meth:`sums` gets them unscaled.
+        """
+        weights = self.weights.to(device)
+        if scales is not None:
+            # Lengths of pairs scale as keys do.
+            of_keys, of_values = (scale.to(weights)[:, None] for scale in scales)
+            of_head = [
+                of_keys.expand(-1, size - self.rotation.size // 2),
+                of_values.expand(-1, size),
+            ]
+            known = torch.cat(of_head, 1)
+            known = known.repeat(1, (weights.shape[2] - 1) // known.shape[1])
+            weights = weights * torch.cat([known, torch.ones_like(known[:, :1])], 1)[:, None]
+        return replace(self, weights=weights)
+
+
+def attention_of(sums: Tensor) -> Tensor:
+    """The attention that sums over all ranks say, float32: above 0, at most 1."""
+    # A token unlike all that was learned from may be expected to get anything.
+    return sums.clamp(-50.0, 0.0).exp()
 
 
 @dataclass(frozen=True)

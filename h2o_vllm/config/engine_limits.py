@@ -18,7 +18,6 @@ class EngineLimits:
         kv_settles_not_because: let segments settle.
         kv_exact_not_because: serve exact requests.
         kv_scores_not_because: let a policy collect attention.
-        kv_ops_because: rank by what no GPU kernel computes (:attr:`.Rank.op`).
         kv_heads_slow: whether decoding is slower if heads share slots; equal heads are then the default.
             On an H200 our decode kernel takes 1.2 to 1.5 times as long as FlashAttention 3, which serves
             equal heads of policies that collect no attention.
@@ -28,5 +27,4 @@ class EngineLimits:
     kv_settles_not_because: str = ""
     kv_exact_not_because: str = ""
     kv_scores_not_because: str = ""
-    kv_ops_because: str = ""
     kv_heads_slow: bool = False

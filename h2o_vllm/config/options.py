@@ -16,7 +16,6 @@ from h2o_vllm.config.request_fields import (
     ROLE_WORDS,
     SHORT_PROMPT,
     check_heads,
-    check_ops,
     check_prefill,
     check_scores,
     check_settle,
@@ -64,7 +63,6 @@ class H2OConfig(Settings):
             check_heads(self.kv_heads, default, self.kv_heads_equal_because)
         if self.evicts_by_default or self.kv_prefill_tokens:
             check_scores(default, self.kv_scores_not_because)
-            check_ops(default, self.kv_ops_because)
 
     def _check_limits(self) -> None:
         """Check that lower limits are below upper ones, and that the default budget lies within them."""
@@ -119,7 +117,6 @@ class H2OConfig(Settings):
         return {
             "calibrated": self.calibrated,
             "scored": not self.kv_scores_not_because,
-            "on_gpus": bool(self.kv_ops_because),
         }
 
     @property

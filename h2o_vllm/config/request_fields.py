@@ -81,17 +81,6 @@ def check_scores(policy: Policy, because: str) -> None:
         raise BudgetError("kv_policy", policy.name, accepted)
 
 
-def check_ops(policy: Policy, because: str) -> None:
-    """Check that the engine's kernels compute what ``policy`` ranks by, if ``because`` says why some may not.
-
-    Raises:
-        BudgetError: no kernel computes one of its ranks.
-    """
-    if because and policy.without_op:
-        accepted = f"one without {' and '.join(policy.without_op)} on this server ({because})"
-        raise BudgetError("kv_policy", policy.name, accepted)
-
-
 def check_settle(tokens: int, policy: Policy) -> int:
     """Check ``kv_settle_tokens``: it must be 0 if segments cannot settle with ``policy``.
 

@@ -17,7 +17,6 @@ from h2o_vllm.config.request_fields import (
     EXACT_SHARE,
     ROLE_WORDS,
     check_heads,
-    check_ops,
     check_prefill,
     check_scores,
     check_settle,
@@ -82,7 +81,6 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     budget = RequestBudget(**values)
     if budget.evicts:
         check_scores(policy, config.kv_scores_not_because)
-        check_ops(policy, config.kv_ops_because)
     return budget
 
 

@@ -10,11 +10,10 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.policy.candidates import head_number
+from h2o_vllm.policy.fresh import head_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
 
 Own = TypeVar("Own")
 

@@ -35,19 +35,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["compact", "own_lanes", "own_pages", "share_lanes"]
-
 
 def own_lanes(num_layers: int, num_blocks: int, num_heads: int) -> Tensor:
     """Owners of blocks that were never ranked: lane h is head h's; [L, n, KH], int32."""
     return torch.arange(num_heads, dtype=torch.int32).expand(num_layers, num_blocks, -1)
-
-
-def own_pages(num_layers: int, blocks: Sequence[int], num_heads: int) -> Tensor:
-    """The pages of each head in blocks that were never ranked, in their order; [L, KH, n], int32."""
-    firsts = torch.tensor(blocks, dtype=torch.int32) * num_heads
-    own = firsts + torch.arange(num_heads, dtype=torch.int32)[:, None]
-    return own.expand(num_layers, -1, -1)
 
 
 def share_lanes(scores: Sequence[Tensor], lanes: int, block_size: int) -> list[int]:

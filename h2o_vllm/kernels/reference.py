@@ -18,25 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "add_probabilities",
-    "add_prompt_scores",
-    "attend",
-    "attend_decode",
-    "attention_of",
-    "compact_tables",
-    "key_similarity",
-    "live_slots",
-    "log_sum_exp",
-    "predicted_sums",
-    "reset_scores",
-    "split_scores",
-    "value_distances",
-]
-
-_SHORTEST = 1e-10
-"""A key of no length has no direction."""
-
 Slots = tuple[Tensor, Tensor]
 """Block ids and offsets of the S live slots of a sequence, in order; [S] each."""
 
@@ -166,52 +147,6 @@ def log_sum_exp(
             _, _, sums = attend(query[first:end], key_cache, key_cache, *given)
             lse[:, first:end] = sums.flatten(1).T.float()
     return lse
-
-
-def predicted_sums(
-    keys: Tensor, values: Tensor, weights: Tensor, rotary: int, *, interleaved: bool
-) -> Tensor:
-    """The logarithm of the attention that a layer's tokens are expected to get, [M, C], float64.
-
-    Args:
-        keys, values: [KH, C, D].
-        weights: [M, F + 1]: of all heads' numbers, head by head, or, where M is KH, of its own; and one more
-            that is added.
-        rotary: so many of a key's first numbers are turned, in pairs: neighbours if ``interleaved``, else
-            halves. Of a pair its length counts, which turning does not change; all else counts as it is.
-    """
-    one, other = slice(0, rotary // 2), slice(rotary // 2, rotary)
-    if interleaved:
-        one, other = slice(0, rotary, 2), slice(1, rotary, 2)
-    numbers = []
-    for key, value in zip(keys.double(), values.double(), strict=True):
-        lengths = (key[:, one] ** 2 + key[:, other] ** 2) ** 0.5
-        numbers.append(torch.cat([lengths, key[:, rotary:], value], 1))
-    everything = torch.cat(numbers, 1)
-    across = weights.shape[1] - 1 == everything.shape[1]
-    found = []
-    for head, weight in enumerate(weights.double()):
-        known = everything if across else numbers[head]
-        found.append(known @ weight[:-1] + weight[-1])
-    return torch.stack(found)
-
-
-def attention_of(sums: Tensor) -> Tensor:
-    """What :func:`predicted_sums` says, float32: above 0, at most 1."""
-    return sums.clamp(-50, 0).exp().float()
-
-
-def key_similarity(keys: Tensor) -> Tensor:
-    """The cosine of each key and the mean of their directions: [..., C, D] to [..., C], float32."""
-    directions = torch.nn.functional.normalize(keys.double(), dim=-1, eps=_SHORTEST)
-    mean = torch.nn.functional.normalize(directions.sum(-2, keepdim=True), dim=-1)
-    return (directions * mean).sum(-1).float()
-
-
-def value_distances(values: Tensor) -> Tensor:
-    """How far each value lies from their mean: [..., C, D] to [..., C], float32."""
-    values = values.double()
-    return torch.linalg.vector_norm(values - values.mean(-2, keepdim=True), dim=-1).float()
 
 
 def reset_scores(scores: Tensor, slots: Tensor) -> None:

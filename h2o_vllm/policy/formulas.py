@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank makes of the tokens that an eviction ranks, and how ranks are joined. Worker process.
+"""What each rank says of tokens that are ranked for the first time, and how ranks are joined. Worker process.
 
-One function per rank, in plain torch. Each returns ``[L, KH, C - known]``, float32: the scores of the fresh
-tokens; those of ranks that rank ``anew`` return ``[L, KH, C]``, of all candidates. None looks beyond one KV
-head: workers have different ones, and must rank as one process would.
+One function per rank, in plain torch, the same on CPUs and GPUs. Each takes n tokens each of some evictions,
+and returns their scores, ``[L, E, KH, n]``, float32. None looks beyond one KV head: workers have different
+ones, and must rank as one process would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from h2o_vllm.policy.candidates import head_number
-from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.fresh import head_number
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from h2o_vllm.policy.fresh import Fresh
+    from h2o_vllm.policy.policy import Policy
 
-    from h2o_vllm.policy.candidates import Candidates
-
-__all__ = ["FORMULAS", "merge_ranks", "new_scores", "pooled"]
+Order = Callable[[Tensor], Tensor]
 
 POOLED = 7
 """Width of the max pooling of ``end``, the token itself in its middle. SnapKV's ``kernel_size``."""
@@ -40,48 +39,41 @@ NEWER = 2.0**-17
 """By how much of its size a predicted score is larger per position. In the first layer a word has one key and
 one value wherever it stands: of equal words the newest comes first, by less than any prediction."""
 
-_TINY = 1e-20
-"""Below any distance between two values."""
 
-
-def attention(candidates: Candidates) -> Tensor:
+def attention(fresh: Fresh) -> Tensor:
     """H2O (https://arxiv.org/abs/2306.14048): the sum over all queries so far, never normalised."""
-    return candidates.scores[..., candidates.known :]
+    return fresh.scores
 
 
-def mean(candidates: Candidates) -> Tensor:
+def mean(fresh: Fresh) -> Tensor:
     """RoCo's mean (https://arxiv.org/abs/2402.06262) over the queries that could see the token.
 
     A token at position p has been seen by ``seen - p`` queries. Its sum is multiplied by
     ``seen / (seen - p)``: what it would be, had all queries seen it. That ranks by the mean, and leaves a
     sum, to which later queries add.
     """
-    seen = candidates.seen
-    # Candidates lie before the newest query: the divisor is at least 1.
-    factor = seen / (seen - candidates.fresh_positions)
-    return candidates.scores[..., candidates.known :] * factor
+    # What is ranked lies before the newest query: the divisor is at least 1.
+    return fresh.scores * (fresh.seen / (fresh.seen - fresh.positions))
 
 
-def value(candidates: Candidates) -> Tensor:
+def value(fresh: Fresh) -> Tensor:
     """CAOTE (https://arxiv.org/abs/2504.14051): how far attention's output moves without the token.
 
     The paper's ``a / (1 - a) * |o - v|``, with :func:`mean` for the probability a (dividing by 1 - a would
-    hardly change it), and for the output o the mean of the candidates' values (FastCAOTE). Distances are
-    relative to their mean, so that what later queries give to a survivor stays comparable.
+    hardly change it), and for the output o the mean of the values that the first eviction ranked (FastCAOTE).
+    Distances are relative to their mean, so that what later queries give to a survivor stays comparable.
     """
-    distances = candidates.value_distances()
-    weights = distances / candidates.mean(distances).clamp_min(_TINY)
-    return mean(candidates) * weights[..., candidates.known :]
+    assert fresh.deviation is not None
+    return mean(fresh) * fresh.deviation
 
 
-def end(candidates: Candidates) -> Tensor:
+def end(fresh: Fresh) -> Tensor:
     """SnapKV (https://arxiv.org/abs/2404.14469): attention of the prompt's last queries, pooled.
 
-    Beyond the paper, which compresses prompts only: the answer's queries count as they come. Fresh tokens'
-    neighbours in memory are still those in the text.
+    Beyond the paper, which compresses prompts only: the answer's queries count as they come.
     """
-    assert candidates.late is not None
-    return pooled(candidates.late[..., candidates.known :])
+    assert fresh.late is not None
+    return pooled(fresh.late)
 
 
 def pooled(fresh: Tensor) -> Tensor:
@@ -93,79 +85,47 @@ def pooled(fresh: Tensor) -> Tensor:
     return wide
 
 
-def key(candidates: Candidates) -> Tensor:
-    """KeyDiff (https://arxiv.org/abs/2504.15364): minus the cosine of a key and the mean direction of all.
+def key(fresh: Fresh) -> Tensor:
+    """KeyDiff (https://arxiv.org/abs/2504.15364): minus the cosine of a key and the mean direction.
 
-    The mean is over the candidates; the recent tokens, which always stay, are left out.
+    The mean is over the keys that the first eviction ranked; the paper takes it over all keys, at each one.
     """
-    return -candidates.key_similarity()
+    assert fresh.similarity is not None
+    return -fresh.similarity
 
 
-def predicted(candidates: Candidates) -> Tensor:
+def predicted(fresh: Fresh) -> Tensor:
     """KVzap (https://arxiv.org/abs/2601.07891): the attention that repeating the prompt would give.
 
     Predicted from the token's own keys and values (:mod:`h2o_vllm.calibration`). The first four tokens,
     attention's sinks, come first: what attends to them does not show in their KV.
     """
-    assert candidates.predicted is not None
-    positions = candidates.fresh_positions
-    given = candidates.predicted().masked_fill(positions < SINKS, MOST)
-    return given * torch.exp(positions * NEWER)
+    assert fresh.predicted is not None
+    given = torch.where(fresh.positions < SINKS, MOST, fresh.predicted)
+    return given * torch.exp(fresh.positions * NEWER)
 
 
-def random(candidates: Candidates) -> Tensor:
-    """Random Attention (https://arxiv.org/abs/2609.03430): a draw per layer, KV head, token and eviction.
-
-    Uniform in [0, 1), in steps of 2^-24. A hash of numbers that belong to the request alone: the tokens seen
-    at the eviction, the layer, the KV head and the token's place among the candidates. So a request draws the
-    same in any batch, and again after a preemption.
-    """
-    layers, heads, count = candidates.scores.shape
-    device = candidates.scores.device
-    layer = torch.arange(layers, device=device)[:, None] * head_number(1, 0)
-    head = torch.arange(heads, device=device) + candidates.first_head
-    seeds = _mixed(_mixed(layer + head) ^ candidates.seen)
-    draws = _mixed((seeds[..., None] + torch.arange(count, device=device) * _GOLDEN) & _MASK)
-    return (draws >> 8).to(torch.float32) * 2.0**-24
-
-
-_MASK, _GOLDEN = 2**32 - 1, 0x9E3779B9
-
-
-def _mixed(bits: Tensor) -> Tensor:
-    """MurmurHash3's finaliser of 32 bits, in int64."""
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK
-    return bits ^ (bits >> 16)
-
-
-FORMULAS: dict[str, Callable[[Candidates], Tensor]] = {
-    formula.__name__: formula for formula in (predicted, attention, mean, value, end, key, random)
+FORMULAS: dict[str, Callable[[Fresh], Tensor]] = {
+    formula.__name__: formula for formula in (predicted, attention, mean, value, end, key)
 }
-"""By the rank's name."""
+"""By the rank's name: of those that give a token one score, when it is first ranked."""
 
 
-def new_scores(ranks: Sequence[int], candidates: Candidates) -> Tensor | None:
-    """New scores of the tokens that an eviction is about to rank; they stay with the survivors.
+def order(scores: Tensor) -> Tensor:
+    """Indices of scores, [..., n], best first; NaN comes first, equal ones keep their order."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def first_scores(policy: Policy, fresh: Fresh, order: Order = order) -> Tensor:
+    """The scores by which tokens are ranked first, [L, E, KH, n]; later attention adds to a survivor's.
 
     Args:
-        ranks: indices of the policy's ranks, see :meth:`.Policy.indices`.
-
-    Returns:
-        ``[L, KH, C]``, float32, or ``None``: they stay as they are.
+        order: what :func:`order` says, where a device sorts faster than torch.
     """
-    policy = Policy.of(ranks)
-    formulas = [FORMULAS[rank.name] for rank in policy.ranks]
-    if len(formulas) == 1 and policy.ranks[0].anew:
-        return formulas[0](candidates)
-    fresh = candidates.scores.shape[-1] - candidates.known
-    if not (fresh and policy.adjusts):
-        return None
-    scores = [formula(candidates)[..., -fresh:] for formula in formulas]
-    return candidates.with_fresh((candidates.merge or merge_ranks)(*scores))
+    return merge_ranks(*(FORMULAS[rank.name](fresh) for rank in policy.ranks), order=order)
 
 
-def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
+def merge_ranks(first: Tensor, *others: Tensor, order: Order = order) -> Tensor:
     """The score, in the unit of ``first``, that stands at the best of each token's ranks; [..., n] each.
 
     Of token t it is the largest of ``first[t]`` and, for each other measure, of the score that ``first``
@@ -177,9 +137,39 @@ def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
     """
     if not others:
         return first
-    in_order, best = first.sort(dim=-1, descending=True).values, first
+    in_order, best = first.gather(-1, order(first)), first
     for place, other in enumerate(others, 1):
-        order = other.sort(dim=-1, descending=True, stable=True).indices
         given = in_order * (1 - place * BEHIND)
-        best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order, given))
+        best = torch.maximum(best, torch.empty_like(first).scatter_(-1, order(other), given))
     return best
+
+
+def draws(
+    shape: tuple[int, int, int], seen: int, first_head: int, device: torch.device | str
+) -> Tensor:
+    """Random Attention (https://arxiv.org/abs/2609.03430): a draw per layer, KV head, token and eviction.
+
+    Uniform in [0, 1), in steps of 2^-24. A hash of numbers that belong to the request alone: the tokens seen
+    at the eviction, the layer, the KV head and the token's place among the candidates. So a request draws the
+    same in any batch, and again after a preemption.
+
+    Args:
+        shape: [L, KH, C], of all tokens that the eviction ranks, also those that were ranked before.
+        first_head: number of the first head of the first of these layers, see :func:`.head_number`.
+    """
+    layers, heads, count = shape
+    layer = torch.arange(layers, device=device)[:, None] * head_number(1, 0)
+    head = torch.arange(heads, device=device) + first_head
+    seeds = _mixed(_mixed(layer + head) ^ seen)
+    drawn = _mixed((seeds[..., None] + torch.arange(count, device=device) * _GOLDEN) & _MASK)
+    return (drawn >> 8).to(torch.float32) * 2.0**-24
+
+
+_MASK, _GOLDEN = 2**32 - 1, 0x9E3779B9
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """MurmurHash3's finaliser of 32 bits, in int64."""
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK
+    return bits ^ (bits >> 16)

@@ -111,8 +111,7 @@ class Policy:
 
         :data:`NEVER` unless a rank by the prompt's end is joined with one that collects all attention.
         """
-        apart = any(rank.collects is Collects.END for rank in self.ranks)
-        apart = apart and self.collects is Collects.ALL
+        apart = self.uses_late and self.collects is Collects.ALL
         return max(0, prompt_tokens - END_QUERIES) if apart else NEVER
 
     @property
@@ -126,9 +125,24 @@ class Policy:
         return any(rank.calibrated for rank in self.ranks)
 
     @property
-    def without_op(self) -> tuple[str, ...]:
-        """Its ranks that no GPU kernel computes."""
-        return tuple(rank.name for rank in self.ranks if rank.op is None)
+    def measures(self) -> frozenset[str]:
+        """What of keys and values its ranks need: names of fields of :class:`.Fresh`."""
+        return frozenset(rank.measure for rank in self.ranks if rank.measure)
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares tokens with a :class:`.Centre`."""
+        return not self.measures.isdisjoint(("similarity", "deviation"))
+
+    @property
+    def anew(self) -> bool:
+        """Whether each eviction draws new scores for all tokens that it ranks."""
+        return self.ranks[0].anew
+
+    @property
+    def uses_late(self) -> bool:
+        """Whether it needs to know what the prompt's last queries and all behind them have given."""
+        return any(rank.collects is Collects.END for rank in self.ranks)
 
     @property
     def adjusts(self) -> bool:
@@ -185,14 +199,11 @@ class Policy:
         return "prompt" if any(rank.protects_prompt for rank in self.ranks) else "short"
 
 
-def joinable_ranks(
-    *, calibrated: bool, scored: bool = True, on_gpus: bool = False
-) -> tuple[str, ...]:
+def joinable_ranks(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
     """Ranks that may be joined, in their order.
 
     Args:
         calibrated: whether the engine has a calibration. scored: whether it knows the attention to tokens.
-        on_gpus: whether GPU kernels have to compute them.
     """
     return tuple(
         rank.name
@@ -200,23 +211,16 @@ def joinable_ranks(
         if rank.joins
         and (calibrated or not rank.calibrated)
         and (scored or rank.collects is Collects.NOTHING)
-        and not (on_gpus and rank.op is None)
     )
 
 
-def policy_names(
-    *, calibrated: bool, scored: bool = True, on_gpus: bool = False
-) -> tuple[str, ...]:
+def policy_names(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:
     """Presets, and single ranks, that requests may name; see :func:`joinable_ranks`."""
     parsed = {
         one.name: Policy.parse(one.name, calibrated=calibrated, scored=scored) for one in PRESETS
     }
-    presets = [
-        name
-        for name, policy in parsed.items()
-        if (scored or not policy.needs_scores) and not (on_gpus and policy.without_op)
-    ]
-    return (*presets, *joinable_ranks(calibrated=calibrated, scored=scored, on_gpus=on_gpus))
+    presets = [name for name, policy in parsed.items() if scored or not policy.needs_scores]
+    return (*presets, *joinable_ranks(calibrated=calibrated, scored=scored))
 
 
 def accepted_policies(*, calibrated: bool) -> str:
@@ -226,10 +230,10 @@ def accepted_policies(*, calibrated: bool) -> str:
     return f"one of {presets}, or one or more of {joined} in this order"
 
 
-def policy_pattern(*, calibrated: bool, scored: bool = True, on_gpus: bool = False) -> str:
+def policy_pattern(*, calibrated: bool, scored: bool = True) -> str:
     """What ``kv_policy`` may be, as a regular expression; see :func:`joinable_ranks`."""
-    ranks = joinable_ranks(calibrated=calibrated, scored=scored, on_gpus=on_gpus)
-    names = policy_names(calibrated=calibrated, scored=scored, on_gpus=on_gpus)
+    ranks = joinable_ranks(calibrated=calibrated, scored=scored)
+    names = policy_names(calibrated=calibrated, scored=scored)
     presets = names[: -len(ranks)]
     joins = [
         first + "".join(rf"(\+{other})?" for other in ranks[place + 1 :])

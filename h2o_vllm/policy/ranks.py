@@ -2,15 +2,13 @@
 """The ranks: each is one measure of which tokens to keep. Every process; imports nothing of ours, no torch.
 
 One row per rank. :class:`~h2o_vllm.policy.policy.Policy` joins rows, :mod:`h2o_vllm.policy.formulas` computes
-them on CPUs, ``kernels/triton/rescore.py`` on GPUs. Everything else that depends on a rank is a column here.
+them. Everything else that depends on a rank is a column here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
-
-__all__ = ["END_QUERIES", "NEVER", "RANKS", "Collects", "Op", "Rank"]
+from enum import IntEnum
 
 END_QUERIES = 32
 """The prompt's end: its last queries. ``window_size`` of SnapKV's authors' experiments."""
@@ -28,19 +26,6 @@ class Collects(IntEnum):
     ALL = 2
 
 
-class Op(IntFlag):
-    """What the GPU's rescoring computes for a rank. Lower bits come first, as in :data:`RANKS`."""
-
-    NOTHING = 0
-    PREDICTED = 1
-    ATTENTION = 2
-    MEAN = 4
-    VALUE = 8
-    END = 16
-    KEY = 32
-    RANDOM = 64
-
-
 @dataclass(frozen=True)
 class Rank:
     """One measure.
@@ -48,26 +33,26 @@ class Rank:
     Attributes:
         name: its name in ``kv_policy``.
         paper: where it is from.
-        op: what the GPU does for it; ``None``: no kernel computes it, and GPUs refuse it by name.
         collects: which queries' attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
+        measure: the field of :class:`.Fresh` that it needs, if that is made of keys and values.
         joins: whether it may be joined with others.
         as_collected: whether its scores are the attention as it was collected, which no eviction changes.
-        anew: whether it ranks all tokens anew at each eviction if it ranks alone; else a token's score is
-            made when it is ranked for the first time, and later attention adds to it.
+        anew: whether each eviction gives all tokens new scores; else a token's score is made when it is
+            ranked for the first time, and later attention adds to it.
         moves: whether the best tokens of freed blocks move into kept ones; if not, whole blocks go.
         protects_prompt: whether the prompt is protected unless the request or the server says otherwise.
     """
 
     name: str
     paper: str
-    op: Op | None
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
     equal_because: str = ""
     calibrated: bool = False
+    measure: str = ""
     joins: bool = True
     as_collected: bool = False
     anew: bool = False
@@ -79,47 +64,42 @@ RANKS = (
     Rank(
         "predicted",
         "https://arxiv.org/abs/2601.07891",
-        Op.PREDICTED,
         # It knows what of the prompt will be needed, the newest tokens included.
         recent=0.1,
         calibrated=True,
+        measure="predicted",
     ),
     Rank(
         "attention",
         "https://arxiv.org/abs/2306.14048",
-        Op.ATTENTION,
         Collects.ALL,
         as_collected=True,
     ),
     Rank(
         "mean",
         "https://arxiv.org/abs/2402.06262",
-        Op.MEAN,
         Collects.ALL,
     ),
     Rank(
         "value",
         "https://arxiv.org/abs/2504.14051",
-        Op.VALUE,
         Collects.ALL,
+        measure="deviation",
     ),
     Rank(
         "end",
         "https://arxiv.org/abs/2404.14469",
-        Op.END,
         Collects.END,
     ),
     Rank(
         "key",
         "https://arxiv.org/abs/2504.15364",
-        Op.KEY,
         equal_because="which measures how similar a key is to the others of its head: no measure of need",
-        anew=True,
+        measure="similarity",
     ),
     Rank(
         "random",
         "https://arxiv.org/abs/2609.03430",
-        Op.RANDOM,
         # Of 1,024 to 4,096 tokens the authors keep the newest 64.
         recent=0.05,
         equal_because="which draws as many tokens for each head",
@@ -130,7 +110,6 @@ RANKS = (
     Rank(
         "window",
         "https://arxiv.org/abs/2309.17453",
-        Op.NOTHING,
         equal_because="which drops whole blocks",
         joins=False,
         moves=False,

@@ -3,6 +3,6 @@
 
 contract, timing     what a device's benchmark offers; calls timed in turn
 cpu; cuda             the cases of each device, their gate and their limits
-compaction, rescoring what evictions cost on a GPU
+compaction           what evictions cost on a GPU
 bench                the order of cases, the file of rows
 """

@@ -22,7 +22,6 @@ from loadtest.kernels.compaction import COMPACTIONS, Compaction
 from loadtest.kernels.contract import DeviceBench
 from loadtest.kernels.cuda_case import BLOCK_SIZE, SHAPES, Case, LayerCall
 from loadtest.kernels.lanes import expected, half_shared
-from loadtest.kernels.rescoring import RESCORINGS, Rescoring
 from loadtest.kernels.timing import Call, ratio_row, rounds
 
 LENGTHS = (512, 2048, 8192, 32768)
@@ -79,8 +78,6 @@ class CUDABench(DeviceBench):
                     yield partial(self._measure, case)
         for compaction in COMPACTIONS[: 1 if quick else None]:
             yield partial(self._measure_compaction, compaction)
-        for rescoring in RESCORINGS[: 1 if quick else None]:
-            yield partial(self._measure_rescoring, rescoring)
 
     def _measure(self, case: Case, seconds: float) -> Row:
         case.build()
@@ -104,12 +101,6 @@ class CUDABench(DeviceBench):
         times = rounds(case.build(), seconds, least=5, timer=event_seconds)
         shape = {"requests": case.requests, "length": case.length, "doomed_blocks": case.doomed}
         return {"kind": "compaction", **shape, **self._contestant_rows(times, case.moved_bytes())}
-
-    def _measure_rescoring(self, case: Rescoring, seconds: float) -> Row:
-        times = rounds(case.build(), seconds, least=5, timer=event_seconds)
-        shape = {"shape": case.policy, "requests": case.requests, "length": case.length}
-        rows = self._contestant_rows(times, case.moved_bytes())
-        return {"kind": "rescoring", **shape, "fresh_blocks": case.fresh, **rows}
 
     def _contestant_rows(self, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
         """Median time, ratio to the first, bytes per second as a fraction of what the GPU copies."""

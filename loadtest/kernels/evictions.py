@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an eviction asks on a CPU beside attention: every layer's kernels that rank and move its tokens."""
+"""What an eviction asks on a CPU beside attention: every layer's compaction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
-from h2o_vllm.kernels.lanes import own_pages
 from loadtest.common.results import Row
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import ratio_row, ratio_text, rounds
@@ -19,9 +18,8 @@ from loadtest.kernels.timing import ratio_row, ratio_text, rounds
 
 @dataclass(frozen=True)
 class EvictionCase:
-    """``call`` for one eviction: ``doomed`` blocks of ``blocks`` go, the others are heavy."""
+    """One eviction: ``doomed`` blocks of ``blocks`` go, the others are heavy."""
 
-    call: str
     shape: str
     blocks: int
     doomed: int
@@ -29,21 +27,15 @@ class EvictionCase:
 
     @property
     def moved_bytes(self) -> int:
-        """The least that it has to read and write: keys, values or both once, and a float per token.
+        """The least that it has to read and write: scores once, and what moves.
 
         With random scores the share of the doomed tokens that survives is that of the room.
         """
         layers, _, heads, size = SHAPES[self.shape]
         tokens = layers * heads * self.blocks * BLOCK_SIZE
         vector = size * self.dtype.itemsize
-        if self.call == "compact":
-            moves = tokens * self.doomed * (self.blocks - self.doomed) // self.blocks**2
-            return 4 * tokens + moves * (4 * vector + 8)
-        if self.call == "merge_ranks":
-            # Three of them, and what comes of it.
-            return tokens * 4 * 4
-        vectors = 2 if self.call == "predict" else 1
-        return tokens * (vectors * vector + 4)
+        moves = tokens * self.doomed * (self.blocks - self.doomed) // self.blocks**2
+        return 4 * tokens + moves * (4 * vector + 8)
 
     def build(self) -> Callable[[Any], Callable[[], torch.Tensor]]:
         """Makes its tensors; what to time, by implementation."""
@@ -53,11 +45,7 @@ class EvictionCase:
         kv = torch.randn(*shape, 2 * size, generator=gen).to(self.dtype)
         caches, scores = list(kv), torch.rand(shape, generator=gen)
         blocks = (torch.randperm(self.blocks, generator=gen) + 1).int()
-        pages = own_pages(layers, blocks.tolist(), heads)
         doomed, heavy = blocks.split((self.doomed, self.blocks - self.doomed))
-        # All numbers of a key are turned, so that its pairs' lengths and the values say something.
-        features = size // 2 + size
-        weights = torch.randn(layers, heads, heads * features + 1, generator=gen) / features
         fresh = scores.clone()
 
         def compact(impl: Any) -> torch.Tensor:
@@ -65,17 +53,7 @@ class EvictionCase:
             impl.compact(caches, scores, heavy, doomed)
             return scores
 
-        ranks = torch.rand(3, layers, heads, self.blocks * BLOCK_SIZE, generator=gen)
-
-        calls: dict[str, Callable[[Any], Any]] = {
-            "predict": lambda impl: impl.predict(caches, blocks, weights, size, interleaved=False),
-            "key_similarity": lambda impl: impl.key_similarity(caches, pages),
-            "value_distances": lambda impl: impl.value_distances(caches, pages),
-            "merge_ranks": lambda impl: impl.merge_ranks(*ranks),
-            "compact": compact,
-        }
-        call = calls[self.call]
-        return lambda impl: lambda: call(impl)
+        return lambda impl: lambda: compact(impl)
 
     def wrong(self, impls: Mapping[str, Any]) -> str | None:
         """Which of ``impls`` does not reproduce the reference."""
@@ -93,7 +71,7 @@ class EvictionCase:
         contestants = {"reference": kernels.load("reference")} | dict(impls)
         times = rounds({name: call(impl) for name, impl in contestants.items()}, seconds)
         return {
-            "kind": "eviction", "call": self.call, "shape": self.shape, "requests": 1,
+            "kind": "eviction", "shape": self.shape, "requests": 1,
             "length": self.blocks * BLOCK_SIZE, "doomed_blocks": self.doomed,
             "block_size": BLOCK_SIZE, "dtype": str(self.dtype).removeprefix("torch."),
             "rounds": len(times["reference"]), "moved_bytes": self.moved_bytes,
@@ -103,7 +81,7 @@ class EvictionCase:
 
 def eviction_line(row: Row, impls: Mapping[str, Any]) -> str:
     """What it was, floor and reference in us, then ours as multiples of it."""
-    what = f"{row['call']:<15} {row['shape']:<12} "
+    what = f"{'compact':<15} {row['shape']:<12} "
     cells = [f"{row['floor_us']:>9.0f}", f"{row['reference']['median_us']:>9.0f}"]
     cells += [ratio_text(name, row[name]) for name in impls if name != "reference"]
     return "  ".join([f"{what}{row['doomed_blocks'] * BLOCK_SIZE:>4} of {row['length']}", *cells])
@@ -113,8 +91,7 @@ def _cases() -> Iterator[EvictionCase]:
     for shape in SHAPES:
         # A prompt's first at 0.2, and one while it generates.
         for blocks, doomed in ((32, 25), (8, 1)):
-            for call in ("predict", "key_similarity", "value_distances", "merge_ranks", "compact"):
-                yield EvictionCase(call, shape, blocks, doomed)
+            yield EvictionCase(shape, blocks, doomed)
 
 
 EVICTIONS = tuple(_cases())

@@ -5,7 +5,7 @@
     python -m loadtest.kernels.first_eviction --device cpu 1024 5504
 
 One line of JSON per length: milliseconds of scores and of compaction, medians of several runs; on a CPU, of
-both together, with a calibration of random weights.
+both together, with a calibration of random weights. On a GPU also of a later eviction of one block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,8 @@ from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Part
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.cuda.rescoring import rescore_of
+from h2o_vllm.engine.cuda.state import CudaState
+from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.policy import Policy
 from loadtest.common.command import command_parser
@@ -43,16 +45,21 @@ def on_gpu(length: int) -> dict[str, Any]:
     """The row of one length."""
     blocks = length // BLOCK_SIZE
     shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
-    keys, values = torch.randn(shape, dtype=torch.bfloat16, device="cuda").split(HEAD_SIZE, dim=-1)
+    kv = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    keys, values = kv.split(HEAD_SIZE, dim=-1)
     before = torch.rand(LAYERS, blocks + 1, KV_HEADS, BLOCK_SIZE, device="cuda")
     scores, early = before.clone(), before * torch.rand_like(before)
-    scratch = max(kernels.SCRATCH_BYTES, kernels.scratch_bytes(KV_HEADS, length))
-    layers = kernels.KVLayers(list(keys), list(values), scratch)
+    layers = kernels.KVLayers(list(keys), list(values))
+    rescorer = Rescorer(
+        scores=scores, early=early, first_head=0, read_bytes=CudaState.read_bytes, together=1,
+        reader=KVReader(list(kv.transpose(2, 3)), CudaState.key_value_views_of),
+        to_device=lambda data: data.pin_memory().to("cuda", non_blocking=True),
+    )  # fmt: skip
     ids = tuple((torch.randperm(blocks) + 1).tolist())
     heavy, doomed = ids[: int(KEPT * blocks)], ids[int(KEPT * blocks) :]
     ranks = Policy.parse(DEFAULTS[0]).indices()
     first = Eviction("first", heavy, doomed, (), ranks, ids, fresh_from=0, seen=length + 16)
-    packed = kernels.Rescores.pack([rescore_of(first)], "cuda")
+    later = replace(first, fresh_blocks=ids[-1:], fresh_from=length - BLOCK_SIZE)
     moves = kernels.Evictions.pack([kernels.Compaction(heavy, doomed)], "cuda")
 
     def timed(call: Callable[[], None]) -> float:
@@ -70,7 +77,8 @@ def on_gpu(length: int) -> dict[str, Any]:
 
     return {
         "length": length,
-        "rescore_ms": timed(lambda: kernels.rescore(layers, scores, early, packed)),
+        "rescore_ms": timed(lambda: rescorer.rescore([first])),
+        "later_ms": timed(lambda: rescorer.rescore([later])),
         "compact_ms": timed(lambda: kernels.compact(layers, scores, moves)),
         "device": torch.cuda.get_device_name(),
     }

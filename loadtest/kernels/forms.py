@@ -26,12 +26,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, KernelParam, create_function_from_signature
 
-from h2o_vllm.calibration.features import Rotation
-from h2o_vllm.calibration.file import Part
 from h2o_vllm.kernels.triton import (
     DecodeWorkspace,
     KVLayers,
-    Prediction,
     compact_tables,
     launching,
     prompt_lse,
@@ -182,17 +179,14 @@ def launch_everything(shape: Shape) -> None:
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
     starts = torch.zeros(3, dtype=torch.int32)
     lse = torch.zeros(heads, 2)
-    part = Part(torch.zeros(2, 2, 3 * size + 1), Rotation(size), 0, of_all_heads=False)
-    prediction = Prediction.of(part, 2, size, "cpu")
-    # Neither, and as Gemma 2 and gpt-oss have them; the latter with a calibration.
-    for softcap, sinks, predicting in (
-        (0.0, None, None),
-        (50.0, None, None),
-        (0.0, torch.ones(heads, dtype=out_dtype), prediction),
+    # Neither, and as Gemma 2 and gpt-oss have them.
+    for softcap, sinks in (
+        (0.0, None),
+        (50.0, None),
+        (0.0, torch.ones(heads, dtype=out_dtype)),
     ):
         warm_up(
             layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes,
-            predicting,
         )  # fmt: skip
         prompt_lse(
             query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks

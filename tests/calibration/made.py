@@ -12,7 +12,21 @@ from safetensors import safe_open
 from h2o_vllm.calibration.features import Rotation, num_features
 from h2o_vllm.calibration.file import Calibration, Traits
 
-__all__ = ["make_calibration"]
+ROTATIONS = {80: Rotation(32, True), 96: Rotation(0)}
+"""Of some head sizes; of the others the whole key turns."""
+
+
+def calibration_of(
+    layers: int, heads: int, size: int, *, own: bool = False, rotation: Rotation | None = None
+) -> Calibration:
+    """Of random weights; ``own``: heads are predicted by what they know themselves."""
+    rotation = rotation or ROTATIONS.get(size, Rotation(size))
+    count = (2 * size - rotation.size // 2) * (1 if own else heads)
+    gen = torch.Generator().manual_seed(7)
+    # Of attention between 0.0001 and 1.
+    weights = torch.randn(layers, heads, count + 1, generator=gen) * count**-0.5
+    weights[..., -1] = -3.0
+    return Calibration(weights, Traits(layers, heads, size, size, rotation, torch.ones(1)))
 
 
 def make_calibration(model: Path, path: Path) -> Path:

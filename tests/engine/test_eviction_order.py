@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -61,7 +61,7 @@ def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
     """Random KV and scores; heads share slots where these evict who need no scores."""
     gen = torch.Generator().manual_seed(0)
     kv = [torch.randn(NUM_BLOCKS, KV_HEADS, 16, 2 * SIZE, generator=gen) for _ in range(LAYERS)]
-    return CPUState(
+    state = CPUState(
         planes=torch.rand(2, LAYERS, NUM_BLOCKS, KV_HEADS, 16, generator=gen),
         kv_cache_group=0,
         first_head=0,
@@ -69,6 +69,10 @@ def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
         row_request_ids=list,
         sharing={one.request_id for one in sharing if one.ranks == KEY},
     )
+    # Of those that have evicted before.
+    centre = torch.randn(LAYERS, 1, KV_HEADS, 2 * SIZE + 1, generator=gen).abs_()
+    state.rescorer._centres = defaultdict(lambda: centre)
+    return state
 
 
 def written(

@@ -13,7 +13,7 @@ from h2o_vllm.engine import model_shard
 from h2o_vllm.engine.model_shard import ModelShard, of_all_stages
 from h2o_vllm.engine.support.heads import evictable_kv_heads
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.policy.candidates import head_number
+from h2o_vllm.policy.fresh import head_number
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import EVICTING, SCORED, DecodeWorkspace
-from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
 from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
-from tests.kernels.triton.rescore_laws import ADJUSTING, check_places, check_rescore
 from tests.kernels.triton.table_laws import check_tables
 
 pytestmark = [
@@ -178,30 +175,6 @@ def test_a_first_eviction_of_32k_tokens(block_size: int) -> None:
     room = blocks // 5
     for ranks in (scores, (scores * 50).round()):
         check_compact(caches, ranks, [(order[-room:], order[:-room])])
-
-
-@pytest.mark.parametrize("policy", ADJUSTING)
-def test_rescoring_equals_the_policies(policy: str) -> None:
-    """A first eviction of 8K tokens beside forty later ones."""
-    order = (torch.randperm(920, generator=torch.Generator().manual_seed(0)) + 1).tolist()
-    ranks = Policy.parse(policy).indices()
-    evictions = [
-        Eviction("first", tuple(order[:100]), tuple(order[100:512]), (), ranks, tuple(order[:512]),
-                 seen=8300)
-    ]  # fmt: skip
-    for at in range(512, 912, 10):
-        mine = tuple(order[at : at + 10])
-        evictions.append(
-            Eviction(f"{at}", mine[:9], mine[9:], (), ranks, mine[8:], fresh_from=900, seen=1000)
-        )
-    caches, scores = make_layers(
-        torch.bfloat16, 128, 16, layers=4, blocks=921, kv_heads=8, device="cuda"
-    )
-    check_rescore(caches, scores, evictions, 48 << 20, kept=False)
-
-
-def test_places_of_100_000_tokens_are_those_of_a_stable_sort() -> None:
-    check_places(100_000, "cuda")
 
 
 def test_tables_lose_their_holes() -> None:

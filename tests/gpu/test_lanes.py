@@ -12,9 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables
-from h2o_vllm.policy.policy import Policy
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.evict_laws import SPECIAL, make_layers
 from tests.kernels.triton.lane_cases import lanes_for
@@ -32,7 +30,6 @@ from tests.kernels.triton.lane_laws import (
     lane_workspace,
     plan_lanes,
 )
-from tests.kernels.triton.lane_rescore_laws import SHARING, check_lane_rescore
 
 DEVICE = "cuda"
 
@@ -229,23 +226,3 @@ def test_lanes_go_back_and_forth(dtype: torch.dtype) -> None:
     """A first eviction of 4K tokens, and later ones of what is ranked and a few fresh blocks."""
     caches, scores = make_layers(dtype, 128, 16, layers=3, blocks=400, kv_heads=8, device=DEVICE)
     assert check_lanes_go_back_and_forth(caches, uneven(scores), 60, [200, 10, 1, 1, 40]) > 100
-
-
-@pytest.mark.parametrize("policy", SHARING)
-def test_rescoring_equals_the_policies(policy: str) -> None:
-    """Later evictions of many and few known blocks, beside the first one of a prompt."""
-    ranks = Policy.parse(policy).indices()
-    counts = [(60, 20), (60, 1), (200, 40), (3, 1), (0, 100)]  # known and fresh blocks
-    slots, evictions, at = [2, 0, 4, 3, -1], [], 1
-    for known, fresh in counts:
-        mine = tuple(range(at, at + known + fresh))
-        heavy = len(mine) * 3 // 4
-        evictions.append(
-            Eviction(f"{at}", mine[:heavy], mine[heavy:], (), ranks, mine[known:], fresh_from=16 * known,
-                     seen=5000)
-        )  # fmt: skip
-        at += len(mine)
-    caches, scores = make_layers(
-        torch.bfloat16, 128, 16, layers=2, blocks=at + 1, kv_heads=8, device=DEVICE
-    )
-    check_lane_rescore(caches, scores, evictions, slots, 48 << 20, swapped=2e-4)

@@ -30,8 +30,7 @@ from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
     "plan_pieces", "_attend", "finish", "_add_prompt_scores", "add_partial_sums", "_reset", "_select",
-    "_move", "_compact_tables", "_each_block", "_weigh", "_rescore", "add_up", "_sort_tiles",
-    "_find_places", "_settle_scores",
+    "_move", "_compact_tables", "_each_block",
     "list_lanes", "share_lanes", "_attend_prompts", "list_keys",
 }  # fmt: skip
 

@@ -7,7 +7,6 @@ up by. ``tests/engine/cuda`` holds every step of its engines against the warm-up
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,6 @@ pytest.importorskip("triton")
 
 from h2o_vllm.engine.cuda import warmup
 from h2o_vllm.kernels import triton as kernels
-from h2o_vllm.policy.ranks import Op
 from loadtest.kernels.forms import Shape, launches
 
 KV_HEADS, LAYERS, MAX_ROWS, MAX_TOKENS = 2, 2, 300, 1000
@@ -75,7 +73,7 @@ class Worker:
     def warm_up(self) -> None:
         state = SimpleNamespace(
             kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace,
-            lanes=self.lanes, prediction=None,
+            lanes=self.lanes,
         )  # fmt: skip
         impl = SimpleNamespace(
             num_heads=self.heads, supports_quant_query_input=True,
@@ -128,20 +126,6 @@ class Worker:
                         self.softcap, self.sinks, lanes, layer,
                     )  # fmt: skip
 
-    def rescore(self) -> None:
-        """Evictions by all kinds of ranks, of prompts and of a block, one and several."""
-        every = Op.ATTENTION | Op.MEAN | Op.VALUE | Op.END | Op.KEY
-        for ops in (Op.MEAN, Op.KEY, Op.END, Op.RANDOM, Op.VALUE | Op.KEY, Op.END | Op.KEY, every):
-            for known, fresh in ((0, 2), (2, 1), (3, 300)):
-                blocks = tuple(range(known)), tuple(range(known, known + fresh))
-                one = kernels.Rescore(*blocks, ops=ops)
-                for given in ([one], [one] * 5):
-                    packed = kernels.Rescores.pack(given, "cpu")
-                    kernels.rescore(self.layers, self.scores, self.early, packed)
-                    shared = [dataclasses.replace(one, slot=5) for one in given]
-                    packed = kernels.Rescores.pack(shared, "cpu")
-                    kernels.rescore(self.layers, self.scores, self.early, packed, self.lanes)
-
     def score_prompts(self) -> None:
         for rows, tokens in ((1, 2), (1, 16), (2, 33), (1, MAX_TOKENS), (7, MAX_TOKENS)):
             batch = self.starts[: rows + 1], self.lens[:rows]
@@ -175,7 +159,6 @@ class Worker:
 
     def serve(self) -> None:
         self.evict()
-        self.rescore()
         self.start_tokens()
         self.forget()
         self.decode()

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of an eviction, with random keys and values or with given ones; sets of ranks."""
+"""Fresh tokens of one eviction, with random keys and values or with given ones; sets of ranks."""
 
-from collections.abc import Callable
-from functools import partial
+from __future__ import annotations
+
 from itertools import combinations
 
 import torch
 
-from h2o_vllm.kernels import reference
-from h2o_vllm.policy.candidates import Candidates
-from h2o_vllm.policy.formulas import new_scores
+from h2o_vllm.policy.formulas import first_scores
+from h2o_vllm.policy.fresh import Centre, Fresh
 from h2o_vllm.policy.policy import Policy, joinable_ranks
-
-__all__ = ["JOINS", "candidates_of", "measures_of", "scored"]
 
 _RANKS = joinable_ranks(calibrated=True)
 JOINS = [
@@ -21,28 +18,45 @@ JOINS = [
 """Every set of ranks that may be joined, by name."""
 
 
-def scored(policy: str, candidates: Candidates) -> torch.Tensor:
-    """New scores of ``candidates``; the old ones where an eviction changes none."""
-    new = new_scores(Policy.parse(policy, calibrated=True).indices(), candidates)
-    return candidates.scores if new is None else new
+def scored(policy: str, fresh: Fresh) -> torch.Tensor:
+    """First scores of ``fresh``, [L, KH, n]."""
+    return first_scores(Policy.parse(policy, calibrated=True), fresh)[:, 0]
 
 
-def candidates_of(
-    scores: torch.Tensor, known: int, fresh_from: int, seen: int, size: int = 8, seed: int = 0
-) -> Candidates:
-    """With random keys and values, the same for the same ``seed``."""
+def fresh_of(
+    scores: torch.Tensor, fresh_from: int, seen: int, size: int = 8, seed: int = 0
+) -> Fresh:
+    """Of [L, KH, n], with random keys and values, the same for the same ``seed``."""
     layers, heads, count = scores.shape
     gen = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, layers, heads, count, size, generator=gen)
-    late, predicted = torch.rand(2, layers, heads, count, generator=gen)
-    measures = measures_of(keys, values)
-    return Candidates(
-        scores, known, fresh_from, seen, *measures, late, predicted=lambda: predicted[..., known:]
+    late, predicted = torch.rand(2, layers, 1, heads, count, generator=gen)
+    return Fresh(
+        scores[:, None],
+        positions=torch.arange(fresh_from, fresh_from + count).float()[None, None],
+        seen=torch.full((1, 1, 1), float(seen)),
+        late=late,
+        predicted=predicted,
+        **measures_of(keys, values),
     )
 
 
 def measures_of(
-    keys: torch.Tensor, values: torch.Tensor
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """Of [L, KH, C, D] each."""
-    return partial(reference.key_similarity, keys), partial(reference.value_distances, values)
+    keys: torch.Tensor, values: torch.Tensor, centre: Centre | None = None
+) -> dict[str, torch.Tensor]:
+    """What formulas want to know of keys and values, [L, KH, n, D] each.
+
+    Args:
+        centre: of these tokens if ``None``.
+    """
+    layers, heads, count, size = keys.shape
+    keys, values = keys[:, None], values[:, None]
+    taken = Centre.begin(layers, heads, size, keys.device) if centre is None else centre
+    if centre is None:
+        taken.add(keys, values)
+        taken.complete(count)
+        taken.add_distances(taken.distances(values))
+    return {
+        "similarity": taken.similarity(keys),
+        "deviation": taken.deviation(taken.distances(values)),
+    }

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from h2o_vllm.policy.candidates import Candidates
-from h2o_vllm.policy.formulas import FORMULAS, new_scores
+from h2o_vllm.policy.formulas import FORMULAS, first_scores
+from h2o_vllm.policy.fresh import Centre, Fresh
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import RANKS, Collects
-from tests.policy.cases import JOINS, candidates_of, measures_of, scored
+from tests.policy.cases import JOINS, fresh_of, measures_of, scored
 from tests.reference.layer import Layer
 from tests.reference.scores import ReferenceScores
 
@@ -56,17 +56,25 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
     rows, first = layer.rows(), policy.first_scored(prompt)
     late_from = policy.late_from(prompt) if policy.collects is Collects.ALL else first
     scores, ranked, before = torch.zeros(1, HEADS, QUERIES), [], 0
+    keys, values = layer.keys[None], layer.values[None]
+    first_ranked = slice(*EVICTIONS[0][1:])
+    centre = Centre.begin(1, HEADS, SIZE, keys.device)
+    centre.add(keys[:, None, :, first_ranked], values[:, None, :, first_ranked])
+    centre.complete(first_ranked.stop - first_ranked.start)
+    centre.add_distances(centre.distances(values[:, None, :, first_ranked]))
     for seen, start, end in EVICTIONS:
         scores += rows[None, :, max(before, first) : seen].sum(2)
         late = rows[None, :, late_from:seen].sum(2)
-        given = Candidates(
-            scores[..., :end], start, start, seen,
-            *measures_of(layer.keys[None, :, :end], layer.values[None, :, :end]),
-            late=late[..., :end], predicted=lambda at=(start, end): predicted_by(layer, *at),  # type: ignore[misc]
-        )  # fmt: skip
-        new = new_scores(policy.indices(in_prompt=seen < prompt), given)
-        if new is not None:
-            scores[..., :end] = new
+        given = Fresh(
+            scores[:, None, :, start:end],
+            torch.arange(start, end).float()[None, None],
+            torch.full((1, 1, 1), float(seen)),
+            late[:, None, :, start:end],
+            predicted=predicted_by(layer, start, end)[:, None],
+            **measures_of(keys[:, :, start:end], values[:, :, start:end], centre),
+        )
+        ranks = Policy.of(policy.indices(in_prompt=seen < prompt))
+        scores[..., start:end] = first_scores(ranks, given)[:, 0]
         ranked.append((seen, start, end))
         want = ReferenceScores(name, 0, prompt, ranked).of(layer)
         before = seen
@@ -74,47 +82,46 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
 
 
 def test_every_rank_that_moves_tokens_has_a_formula_and_a_paper() -> None:
-    assert [*FORMULAS] == [rank.name for rank in RANKS if rank.moves]
+    assert [*FORMULAS] == [rank.name for rank in RANKS if rank.moves and not rank.anew]
     assert all(rank.paper.startswith("https://arxiv.org/abs/") for rank in RANKS)
 
 
-@pytest.mark.parametrize("name", [*JOINS, "random"])
-@pytest.mark.parametrize(("known", "count"), [(0, 40), (16, 48), (48, 48)])
-def test_scores_are_finite_and_made_head_by_head(name: str, known: int, count: int) -> None:
+@pytest.mark.parametrize("name", JOINS)
+def test_scores_are_finite_and_made_head_by_head(name: str) -> None:
     """The scores of some heads do not depend on the others (law 11), nor change the given ones."""
-    scores = torch.rand(2, 4, count, generator=torch.Generator().manual_seed(1))
-    given = candidates_of(scores.clone(), known, 100, 200)
+    scores = torch.rand(2, 4, 40, generator=torch.Generator().manual_seed(1))
+    given = fresh_of(scores.clone(), 100, 200)
     new = scored(name, given)
-    assert torch.equal(given.scores, scores)
+    assert torch.equal(given.scores[:, 0], scores)
     assert new.shape == scores.shape and new.dtype == torch.float32 and new.isfinite().all()
-    assert given.late is not None and given.predicted is not None
-    predicted = given.predicted()
-    part = Candidates(
-        scores[:, 1:3], known, 100, 200,
-        lambda: given.key_similarity()[:, 1:3], lambda: given.value_distances()[:, 1:3],
-        given.late[:, 1:3], predicted=lambda: predicted[:, 1:3], first_head=1,
-    )  # fmt: skip
-    torch.testing.assert_close(scored(name, part), new[:, 1:3], rtol=1e-6, atol=1e-7)
+    of_heads = ("scores", "late", "similarity", "deviation", "predicted")
+    part = replace(given, **{one: getattr(given, one)[:, :, 1:3] for one in of_heads})
+    assert torch.equal(scored(name, part), new[:, 1:3])
 
 
 @pytest.mark.parametrize("name", JOINS)
-def test_what_is_ranked_first_is_ranked_once(name: str) -> None:
-    """Survivors keep their scores, but for a single rank that ranks anew."""
-    given = candidates_of(torch.rand(1, 2, 40), 8, 50, 100)
-    if name != "key":
-        assert torch.equal(scored(name, given)[..., :8], given.scores[..., :8])
-        assert torch.equal(scored(name, replace(given, known=40)), given.scores)
+def test_evictions_are_ranked_apart(name: str) -> None:
+    """What several evictions get at once is what each gets alone (law 5)."""
+    some = [fresh_of(torch.rand(2, 3, 16), 100 * i, 900 + i, seed=i) for i in range(3)]
+    joined = {
+        one.name: torch.cat([getattr(fresh, one.name) for fresh in some], 1)
+        if one.name not in ("positions", "seen")
+        else torch.cat([getattr(fresh, one.name) for fresh in some])
+        for one in fields(Fresh)
+    }
+    policy = Policy.parse(name, calibrated=True)
+    together = first_scores(policy, Fresh(**joined))
+    for number, fresh in enumerate(some):
+        assert torch.equal(together[:, number], scored(name, fresh))
 
 
 @pytest.mark.parametrize(
     "name", ["value+key", "end+key", "value+end+key", "predicted+value+end+key"]
 )
 def test_a_token_counts_by_its_best_rank_in_the_first_ones_unit(name: str) -> None:
-    given = candidates_of(
-        torch.rand(1, 1, 40, generator=torch.Generator().manual_seed(2)), 8, 50, 100
-    )
-    ways = [scored(one, given)[0, 0, 8:].tolist() for one in name.split("+")]
-    best = scored(name, given)[0, 0, 8:].tolist()
+    given = fresh_of(torch.rand(1, 1, 32, generator=torch.Generator().manual_seed(2)), 50, 100)
+    ways = [scored(one, given)[0, 0].tolist() for one in name.split("+")]
+    best = scored(name, given)[0, 0].tolist()
     ordered = sorted(ways[0], reverse=True)
     ranks = [in_order(way) for way in ways]
     for token, score in enumerate(best):
@@ -134,9 +141,7 @@ def in_order(scores: list[float]) -> list[int]:
 
 def test_tokens_of_one_rank_stay_apart_in_sums() -> None:
     """As long as all get the same, in float32."""
-    keys = torch.randn(1, 1, 64, 8, generator=torch.Generator().manual_seed(3))
-    scores = torch.linspace(30.0, 31.0, 64)[None, None].clone()
-    mixed = scored("attention+key", Candidates(scores, 0, 0, 200, *measures_of(keys, keys)))
+    mixed = scored("attention+key", fresh_of(torch.linspace(30.0, 31.0, 64)[None, None], 0, 200))
     for _ in range(100):
         mixed = mixed + torch.tensor(1e-3)
     assert len(mixed[0, 0].unique()) == 64

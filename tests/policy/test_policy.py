@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from h2o_vllm.errors import BudgetError
+from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy, joinable_ranks, policy_names, policy_pattern
 from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import NEVER, RANKS, Collects
@@ -108,8 +110,8 @@ def test_the_table_fits_together() -> None:
         assert rank.moves or not rank.joins
         assert rank.joins or any(preset.name == rank.name for preset in PRESETS)
         assert rank.collects is Collects.NOTHING or not rank.calibrated
-    ops = [rank.op for rank in RANKS if rank.op]
-    assert ops == sorted(set(ops)), "GPUs join ranks in the table's order"
+        assert not (rank.anew and (rank.joins or rank.measure)), "draws look at nothing"
+        assert rank.measure in {"", *(one.name for one in fields(Fresh))}
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,6 @@ def test_a_server_lists_what_its_engine_can_rank_by(
 ) -> None:
     known = {"calibrated": calibrated, "scored": scored}
     assert joinable_ranks(**known) == tuple(ranks.split())
-    # GPUs compute every rank.
-    assert joinable_ranks(**known, on_gpus=True) == joinable_ranks(**known)
     assert policy_names(**known) == (*presets.split(), *ranks.split())
     listed = re.compile(policy_pattern(**known))
     assert all(listed.fullmatch(name) for name in policy_names(**known))

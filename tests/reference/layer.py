@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["Layer", "note_margins"]
-
 _TINY = 1e-30
 """Below any score that counts."""
 
@@ -21,20 +19,17 @@ class Layer:
     """What one layer has computed.
 
     ``keys``, ``values``: [KH, S, D]; ``alive``: [KH, S]; ``seen``: per forward pass, what its T queries
-    gave to the S tokens so far, in all layers that read them, [KH, T, S]; ``weights``, ``distinctions``: per
-    eviction, CAOTE's and KeyDiff's of all tokens before the recent ones, [KH, until or more]; ``ranks``: of
-    policies that rank in several ways, whose best rank each token has: those of an eviction that have one
-    rank have one number, [KH, S]; ``margins``: how near each token came, in any eviction, to the fate of
-    those on the other side of its head's border, by its score and relative to it, [KH][position];
-    ``calibration``: of the layer, if there is one, [KH, F + 1].
+    gave to the S tokens so far, in all layers that read them, [KH, T, S]; ``ranks``: of policies that
+    rank in several ways, whose best rank each token has: those of an eviction that have one rank have one
+    number, [KH, S]; ``margins``: how near each token came, in any eviction, to the fate of those on the
+    other side of its head's border, by its score and relative to it, [KH][position]; ``calibration``: of
+    the layer, if there is one, [KH, F + 1].
     """
 
     keys: Tensor
     values: Tensor
     alive: Tensor
     seen: list[Tensor]
-    weights: list[Tensor] = field(default_factory=list)
-    distinctions: list[Tensor] = field(default_factory=list)
     ranks: Tensor | None = None
     margins: list[dict[int, float]] = field(default_factory=list)
     calibration: Tensor | None = None

@@ -16,8 +16,6 @@ from torch.nn.functional import cosine_similarity, normalize, pad
 
 from tests.reference.layer import Layer
 
-__all__ = ["ReferenceScores"]
-
 WINDOW, KERNEL = 32, 7
 """SnapKV's."""
 
@@ -52,12 +50,6 @@ class ReferenceScores:
         rows = layer.rows()
         if ways == ["attention"]:
             return rows.sum(1)
-        if "value" in ways:
-            layer.weights.append(self._weights(layer))
-        if "key" in ways:
-            layer.distinctions.append(self._distinction(layer))
-        if ways == ["key"]:
-            return layer.distinctions[-1]
         # Whose attention is collected: from which query on.
         first_query = rows.shape[1]
         if "end" in ways:
@@ -98,12 +90,12 @@ class ReferenceScores:
             if way != "attention":
                 given = given / (when - torch.arange(start, end)) * when
             if way == "value":
-                given = given * layer.weights[number][:, start:end]
+                given = given * self._weights(layer)[:, start:end]
             return given
         if way == "predicted":
             return self._predicted(layer)[:, start:end].clone()
         if way == "key":
-            return layer.distinctions[number][:, start:end]
+            return self._distinction(layer)[:, start:end]
         assert way == "end", way
         return self._late(number, rows)
 
@@ -134,20 +126,19 @@ class ReferenceScores:
         found = [ordered.gather(1, rank) * (1 - way * BEHIND) for way, rank in enumerate(ranks)]
         return torch.stack(found).amax(0)
 
+    @property
+    def _middle(self) -> slice:
+        """What all tokens are compared with: those that the first eviction ranks. None is gone by then."""
+        _, start, end = self.ranked[0]
+        return slice(start, end)
+
     def _distinction(self, layer: Layer) -> Tensor:
-        """How little each key is like the mean of those that are ranked now."""
+        """How little each key is like the mean direction."""
         keys = normalize(layer.keys, dim=-1)
-        ranks = slice(self.protected, self.ranked[-1][2])
-        ranked = layer.alive[:, ranks, None]
-        anchor = (keys[:, ranks] * ranked).sum(1, keepdim=True) / ranked.sum(1, keepdim=True)
-        return -cosine_similarity(keys, anchor, dim=-1)
+        return -cosine_similarity(keys, keys[:, self._middle].mean(1, keepdim=True), dim=-1)
 
     def _weights(self, layer: Layer) -> Tensor:
-        """How far each value lies from the mean of those that are ranked now, over their mean distance."""
-        until = self.ranked[-1][2]
-        ranked, values = layer.alive[:, :until].float(), layer.values[:, :until]
-        ranked[:, : self.protected] = 0.0
-        count = ranked.sum(1, keepdim=True)
-        centre = torch.einsum("ks,ksd->kd", ranked, values) / count
-        distances = torch.linalg.vector_norm(values - centre[:, None], dim=2)
-        return distances / ((distances * ranked).sum(1, keepdim=True) / count)
+        """How far each value lies from the mean value, over the mean distance from it."""
+        middle = layer.values[:, self._middle]
+        distances = (layer.values - middle.mean(1, keepdim=True)).norm(dim=2)
+        return distances / distances[:, self._middle].mean(1, keepdim=True)

@@ -13,8 +13,6 @@ from tests.reference.layer import note_margins
 from tests.reference.policies import PolicyModel
 from tests.reference.scores import ReferenceScores
 
-__all__ = ["SettlingModel"]
-
 
 @dataclass
 class SettlingModel(PolicyModel):
@@ -44,7 +42,6 @@ class SettlingModel(PolicyModel):
         kept = math.ceil(round(self.fraction * self._segment / self.block, 6)) * self.block
         formula = ReferenceScores(self.policy, start, self.prompt, [(seen, start, end)])
         for layer in self.layers.values():
-            layer.distinctions.clear()
             scores = formula.of(layer).tolist()
             layer.margins = layer.margins or [{} for _ in scores]
             for head, its in enumerate(scores):

@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["TEMPLATES", "Template", "rendering", "tokens"]
-
 Turns = list[tuple[str, str]]
 Template = Callable[[Turns, str], str]
 

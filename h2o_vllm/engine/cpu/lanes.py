@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.lanes import own_lanes, own_pages
+from h2o_vllm.kernels.lanes import own_lanes
 
 _NO_SLOT = -1
 """In place of a slot: a row whose heads share nothing."""
@@ -64,22 +64,6 @@ class LaneStore:
                 to, come = torch.tensor(known).T
                 owners[:, to] = shared.owners[:, come]
         return owners
-
-    def candidate_pages(
-        self, request_id: str, known: Sequence[int], fresh: Sequence[int]
-    ) -> torch.Tensor:
-        """The pages of each head in some blocks of a request, the ``fresh`` ones last, [L, KH, n], int32.
-
-        Heads have different numbers of known ones: those with fewer begin with padding, -1.
-        """
-        layers, heads = self._shape
-        if request_id not in self:
-            return own_pages(layers, [*known, *fresh], heads)
-        pages, counts = _by_owner(known, self.owners(request_id, known))
-        width = int(counts.max()) if len(known) else 0
-        padded = torch.full((layers, heads, width), _NO_SLOT, dtype=torch.int32)
-        padded[torch.arange(width) >= width - counts[:, :, None]] = pages.flatten()
-        return torch.cat([padded, own_pages(layers, fresh, heads)], dim=2)
 
     def keep(self, request_id: str, heavy_blocks: Sequence[int], owners: torch.Tensor) -> None:
         """Set the heads that have the lanes of a request's heavy blocks, [L, nh, KH], int32."""

@@ -4,26 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
-from h2o_vllm.engine.cpu.predicting import predicted
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.cpu.views import Look, Views
-from h2o_vllm.engine.worker.eviction_scores import (
-    early_part,
-    eviction_scores,
-    known_blocks,
-)
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.lanes import own_pages
+from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
@@ -33,9 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.blocks.plan import Eviction, StepPlan
-    from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.trace import TraceRecorder
-
 
 _NEVER_EVICTS = (NEVER, NEVER)
 """First scored and first late query of a request that never evicts."""
@@ -46,7 +37,6 @@ class CPUState(WorkerState):
     """Scores and their bookkeeping.
 
     Attributes:
-        kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         row_request_ids: gives the request id of each row of the batch being prepared.
         evicting: request id -> first scored and first late query, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
@@ -55,12 +45,14 @@ class CPUState(WorkerState):
         views: what drafts attend to, of requests that draft on a part of their KV.
         recorder: notes what traced requests lose; ``None``: no request may have a trace.
         later: queries of the last step whose tokens were not certain in it, if there are any.
-        calibration: this rank's part of the model's, if there is one.
-        add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
         drafter_caches: KV of each layer of the drafter, in the same blocks; its tokens are not ranked.
     """
 
-    kv_caches: list[torch.Tensor]
+    # A layer of 10,000 tokens of a small model, or of 2,000 of an 8B one, which then is read once, not twice.
+    # One by one, so that the others have no say in a request's rounding.
+    read_bytes: ClassVar = 16 << 20
+    rescored_together: ClassVar = 1
+
     row_request_ids: Callable[[], Sequence[str]]
     evicting: dict[str, tuple[int, int]] = field(default_factory=dict)
     full_kernel: bool = False
@@ -71,8 +63,6 @@ class CPUState(WorkerState):
     later: LaterQueries | None = field(default=None, init=False)
     _expected: set[str] = field(default_factory=set, init=False)
     _drafted: frozenset[str] = field(default=frozenset(), init=False)
-    calibration: Part | None = None
-    add_ranks: Callable[[torch.Tensor], None] | None = None
     drafter_caches: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
@@ -99,12 +89,7 @@ class CPUState(WorkerState):
         kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
-        pages = own_pages(1, [1], num_kv_heads)
-        kernels.key_similarity([kv_cache], pages)
-        kernels.value_distances([kv_cache], pages)
-        kernels.merge_ranks(scores, scores)
-        plain = torch.zeros(1, num_kv_heads, width + 1)
-        kernels.predict([kv_cache], one, plain, 0, interleaved=False)
+        kernels.order(scores)
 
     def start(self, plan: StepPlan) -> None:
         """As the base class."""
@@ -119,6 +104,7 @@ class CPUState(WorkerState):
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
         gone = list(request_ids)
+        super().release(gone)
         for request_id in gone:
             self.evicting.pop(request_id, None)
         self.sharing.difference_update(gone)
@@ -227,7 +213,7 @@ class CPUState(WorkerState):
             table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
         """
         blocks = self._blocks(table, seq_lens, rows)
-        self.early[:, blocks] = early_part(self.scores[:, blocks], self.early[:, blocks])
+        self.early[:, blocks] = self.scores[:, blocks] - self.early[:, blocks]
 
     def _blocks(
         self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
@@ -242,24 +228,16 @@ class CPUState(WorkerState):
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.reset_scores(scores, slots)
 
-    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        for eviction in evictions:
-            fresh, part, predict = eviction.fresh_blocks, self.calibration, None
-            if part is not None:
-                predict = partial(predicted, part, self.kv_caches, fresh, self.add_ranks)
-            known = known_blocks(eviction)
-            pages = self.lanes.candidate_pages(eviction.request_id, known, fresh)
-            eviction_scores(
-                eviction,
-                self.scores,
-                self.early,
-                pages,
-                partial(kernels.key_similarity, self.kv_caches, pages),
-                partial(kernels.value_distances, self.kv_caches, pages),
-                predict,
-                self.first_head,
-                kernels.merge_ranks,
-            )
+    @staticmethod
+    def order(scores: torch.Tensor) -> torch.Tensor:
+        """As the base class."""
+        return kernels.order(scores)
+
+    @staticmethod
+    def key_value_views_of(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base class."""
+        keys, values = key_value_views(pages)
+        return keys.transpose(2, 3), values
 
     def _empty(self, eviction: Eviction) -> None:
         """As the base class; of the drafter's KV the new blocks get that of the segment's newest blocks."""

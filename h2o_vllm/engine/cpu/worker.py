@@ -141,12 +141,12 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
             first_head=self._portion.first_number,
             kv_caches=kv_caches,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
+            calibration=self._calibration(kv_caches[0].shape[3] // 2),
+            add_ranks=partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group),
         )
         state.warm_up(num_heads)
         if self._h2o_config().kv_trace:
             state.recorder = TraceRecorder()
-        state.calibration = self._calibration(kv_caches[0].shape[3] // 2)
-        state.add_ranks = partial(torch.distributed.all_reduce, group=get_tp_group().cpu_group)
         return state
 
     def _bind_builder(self, builder: Any, state: CPUState) -> None:

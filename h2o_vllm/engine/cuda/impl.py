@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.engine.cuda.state import CudaState
 
-__all__ = [
-    "CudaScoringImpl",
-    "Scales",
-    "check_scales",
-    "check_softmaxes",
-    "key_value_views",
-    "kv_scales",
-    "paged_views",
-]
-
 
 class Scales(NamedTuple):
     """Scales of 8-bit tensors, each one float32 on the device, or ``None`` for a tensor of 16 or 32 bits."""
@@ -58,14 +48,17 @@ class Scales(NamedTuple):
 
 
 def key_value_views(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, [N, BS, KH, D] each, as views of a layer's cache, [N, KH, BS, 2 * D] with any strides.
+    """Views of a layer's cache, [N, KH, BS, 2 * D] with any strides: keys and values, [N, BS, KH, D] each."""
+    keys, values = numbers_of(kv_cache).transpose(1, 2).split(head_size, dim=-1)
+    return keys, values
+
+
+def numbers_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A layer's cache as the numbers that it holds.
 
     vLLM stores 8-bit numbers as bytes. They are float8_e4m3fn: other 8-bit dtypes are refused at start-up.
     """
-    if kv_cache.dtype == torch.uint8:
-        kv_cache = kv_cache.view(torch.float8_e4m3fn)
-    keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
-    return keys, values
+    return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
 def paged_views(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from h2o_vllm.engine.cuda.rescoring import rescore_of
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variant_of
-from h2o_vllm.engine.worker.eviction_scores import known_blocks
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import AccountingError
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.cuda.slots import PolicySlots
-    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables, Prediction
-
-__all__ = ["CudaState"]
+    from h2o_vllm.kernels.triton import DecodeWorkspace, KVLayers, LaneTables
 
 
 @dataclass(kw_only=True)
@@ -38,14 +34,17 @@ class CudaState(WorkerState):
     """Scores, and which requests evict.
 
     Attributes:
-        kv_layers: KV of the evictable layers.
+        kv_layers: the same KV, for the kernels that move it.
         workspace: memory and plan of the decode kernel.
         step_variant: the variant of the step, which selects the CUDA graph.
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
         policies: eviction parameters by slot.
         lanes: owners of the lanes of heavy blocks, on the device; ``None``: heads cannot share slots.
-        prediction: the calibration on the device, or ``None``.
     """
+
+    # Of a prompt of 8,192 tokens a layer of an 8B model; of 16 requests' blocks of 16 tokens, all layers.
+    read_bytes: ClassVar = 64 << 20
+    rescored_together: ClassVar = 64
 
     kv_layers: KVLayers
     workspace: DecodeWorkspace
@@ -53,7 +52,6 @@ class CudaState(WorkerState):
     request_slots: Mapping[str, int]
     policies: PolicySlots
     lanes: LaneTables | None = None
-    prediction: Prediction | None = None
     _sharing: set[str] = field(default_factory=set)
     """Ids of the requests whose heads share slots."""
     _heavy_blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -69,6 +67,7 @@ class CudaState(WorkerState):
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Call it before the runner reuses their slots."""
         gone = list(request_ids)
+        super().release(gone)
         self.policies.release(gone, self.request_slots)
         self._sharing.difference_update(gone)
         for request_id in gone:
@@ -175,23 +174,11 @@ class CudaState(WorkerState):
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.reset_scores(scores, slots)
 
-    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        rescores = [rescore_of(one, self._lanes_slot(one), self.first_head) for one in evictions]
-        # In one call, an eviction of few fresh tokens would take as much scratch as one of many.
-        few = [one for one in rescores if len(one.fresh) * self.block_size <= kernels.FEW]
-        many = [one for one in rescores if len(one.fresh) * self.block_size > kernels.FEW]
-        for together in filter(None, (few, many)):
-            packed = kernels.Rescores.pack(together, self.scores.device)
-            planes = (self.scores, self.early)
-            kernels.rescore(self.kv_layers, *planes, packed, self.lanes, self.prediction)
-
-    def _lanes_slot(self, eviction: Eviction) -> int:
-        """The slot of a request that has blocks with shared slots, else -1."""
-        heavy = self._heavy_blocks.get(eviction.request_id)
-        if heavy is None:
-            return -1
-        assert tuple(known_blocks(eviction)) == heavy, "what was ranked is what was heavy"
-        return self.request_slots[eviction.request_id]
+    @staticmethod
+    def key_value_views_of(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the base class."""
+        keys, values = pages.chunk(2, dim=-1)
+        return keys, values
 
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         equal, shared = list[kernels.Compaction](), list[kernels.Compaction]()

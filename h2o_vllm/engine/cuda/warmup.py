@@ -18,8 +18,6 @@ from h2o_vllm.kernels import triton as kernels
 if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.state import CudaState
 
-__all__ = ["warm_up"]
-
 
 def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     """Call each kernel on the real caches, without work to do. Changes no KV and no score.
@@ -52,7 +50,6 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
         softcap=softcap,
         sinks=sinks,
         lanes=state.lanes,
-        prediction=state.prediction,
     )
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)

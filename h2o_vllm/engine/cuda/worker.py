@@ -25,6 +25,7 @@ from h2o_vllm.engine.cuda.impl import (
     check_softmaxes,
     key_value_views,
     kv_scales,
+    numbers_of,
 )
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.calibration.file import Part
 
 _FIXED_BYTES = 64 << 20
 """Memory of the kernels that does not depend on the pool, without their scratch: partial sums of prompts."""
@@ -109,26 +111,36 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         )
         lanes = kernels.LaneTables.empty(layers, blocks, spec.num_kv_heads, rows, rows, "meta")
         held = workspace.nbytes + lanes.nbytes
-        if of_heads := self._predicted_heads(spec.num_kv_heads):
-            sizes = (len(ours), spec.num_kv_heads, of_heads, spec.head_size)
-            held += kernels.prediction_bytes(*sizes)
-        return int(held) + _FIXED_BYTES + self._scratch_bytes(spec.num_kv_heads)
+        held += len(ours) * self._calibration_bytes(spec.num_kv_heads, spec.head_size)
+        return (
+            int(held)
+            + _FIXED_BYTES
+            + self._scratch_bytes(spec.num_kv_heads)
+            + self._read_bytes(spec)
+        )
 
-    def _predicted_heads(self, kv_heads: int) -> int:
-        """Upper bound of the KV heads for which this rank computes a part of the prediction."""
+    def _calibration_bytes(self, kv_heads: int, size: int) -> int:
+        """Upper bound of a layer's weights, in bytes: of this rank's heads, for all of the model's."""
         if self._h2o_config().kv_calibration is None:
             return 0
-        return kv_heads * int(self.parallel_config.tensor_parallel_size)
+        of_heads = kv_heads * int(self.parallel_config.tensor_parallel_size)
+        return 4 * of_heads * (2 * kv_heads * size + 1)
 
     def _may_share(self) -> bool:
         """Whether requests may let KV heads share slots."""
         return not config_of(self.vllm_config).kv_heads_equal_because
 
     def _scratch_bytes(self, kv_heads: int) -> int:
-        """Scratch of compaction and rescoring: one layer of the longest prompt's first eviction, in bytes."""
-        longest = self.model_config.max_model_len
-        needed = kernels.scratch_bytes(kv_heads, longest, self._predicted_heads(kv_heads))
-        return max(kernels.SCRATCH_BYTES, needed)
+        """Scratch of compaction: one layer of the longest prompt's first eviction, in bytes."""
+        return max(kernels.SCRATCH_BYTES, 8 * kv_heads * int(self.model_config.max_model_len))
+
+    def _read_bytes(self, spec: H2OAttentionSpec) -> int:
+        """Upper bound of what torch allocates to make scores, and keeps of each request, in bytes."""
+        kept = 4 * spec.num_kv_heads * (2 * spec.head_size + 1) * self.scheduler_config.max_num_seqs
+        # Of one layer of the longest prompt: scores by four ranks, their order, and what these are made of.
+        ranked = 128 * spec.num_kv_heads * self.model_config.max_model_len
+        # What is read, as it is, in float32, and what is computed of it.
+        return int(3 * CudaState.read_bytes + ranked + kept)
 
     def compile_or_warm_up_model(self) -> Any:
         """As the base class, but compiles our kernels first, and then checks that the graphs hold them."""
@@ -156,7 +168,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def _make_state(self, layers: list[Any], group: Any) -> CudaState:
         spec, first = group.kv_cache_spec, layers[0]
         num_blocks, num_kv_heads, block_size, _ = first.kv_cache.shape
-        views = [key_value_views(layer.kv_cache, spec.head_size) for layer in layers]
+        kv_caches = [numbers_of(layer.kv_cache) for layer in layers]
+        views = [key_value_views(kv_cache, spec.head_size) for kv_cache in kv_caches]
         kv_layers = kernels.KVLayers(
             [keys for keys, _ in views],
             [values for _, values in views],
@@ -175,6 +188,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
             first_head=self._portion.first_number,
+            kv_caches=kv_caches,
+            calibration=self._device_calibration(layers, spec.head_size),
+            add_ranks=_sum_over_ranks,
             kv_layers=kv_layers,
             workspace=kernels.DecodeWorkspace(
                 slots,
@@ -187,18 +203,14 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
                 sharing_layers=sharing,
             ),
             lanes=kernels.LaneTables.empty(*sizes) if sharing else None,
-            prediction=self._prediction(layers, num_kv_heads, spec.head_size),
             step_variant=self.model_runner.step_variant,
             request_slots=runner_request_slots(self.model_runner),
             policies=PolicySlots(slots),
         )
 
-    def _prediction(self, layers: list[Any], heads: int, size: int) -> kernels.Prediction | None:
+    def _device_calibration(self, layers: list[Any], size: int) -> Part | None:
         part = self._calibration(size)
-        if part is None:
-            return None
-        scales = kv_scales(layers)
-        return kernels.Prediction.of(part, heads, size, self.device, scales, _sum_over_ranks)
+        return None if part is None else part.on(self.device, size, kv_scales(layers))
 
     def _check_graphs(self, state: CudaState) -> None:
         """Law 9 for CUDA graphs: check that the graphs for batches with budgets hold our kernels.

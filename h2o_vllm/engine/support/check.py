@@ -23,8 +23,6 @@ DEVICES = ("cpu", "cuda")
 REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *exact.ON_CPU, *devices.ON_CUDA)
 """All rows; the start, the table in SUPPORT.md and one test loop over them."""
 
-_NO_OP = "no kernel computes it on GPUs yet"
-
 
 def check_supported(config: VllmConfig) -> None:
     """Check the whole engine configuration.
@@ -58,7 +56,6 @@ def config_of(config: VllmConfig) -> H2OConfig:
         kv_scores_not_because=scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
         kv_exact_not_because="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
-        kv_ops_because="" if device == "cpu" else _NO_OP,
         kv_heads_slow=device == "cuda",
     )
 

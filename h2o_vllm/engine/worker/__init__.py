@@ -8,6 +8,6 @@
 ``rows``              the rows of a batch: which evict, which queries are scored, which tokens are new
 ``waves``             which evictions of a step may run at once
 ``attention``         which attention serves a batch: vLLM's, or it and ours
-``eviction_scores``   asks a policy for new scores just before an eviction ranks by them
+``rescoring``         gives tokens their scores just before an eviction ranks them first
 ===================== ===========================================================================
 """

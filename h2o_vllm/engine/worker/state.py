@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
 from h2o_vllm.engine.worker.waves import waves
-from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.formulas import order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from h2o_vllm.blocks.plan import Eviction, StepPlan
+    from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.worker.rows import StepRows
 
 
@@ -36,20 +38,45 @@ class WorkerState(ABC):
             Valid until the token is first ranked. The step that computes the first late queries collects
             their part here, and subtracts it from the scores at its end.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
+        kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
+        calibration: this rank's part of the model's, on the device, if there is one.
+        add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
+        rescorer: makes scores before an eviction ranks by them.
         in_step: whether a real step (not a warm-up) is being executed.
     """
+
+    read_bytes: ClassVar[int]
+    """How much KV is read at once to rank it, as float32."""
+    rescored_together: ClassVar[int]
+    """How many later evictions of a step are rescored at once."""
 
     planes: torch.Tensor
     scores: torch.Tensor = field(init=False)
     early: torch.Tensor = field(init=False)
     kv_cache_group: int
+    kv_caches: Sequence[torch.Tensor]
     first_head: int
+    calibration: Part | None = None
+    add_ranks: Callable[[torch.Tensor], None] | None = None
+    rescorer: Rescorer = field(init=False)
     in_step: bool = False
     _at_end: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.scores, self.early = self.planes
+        self.rescorer = Rescorer(
+            scores=self.scores,
+            early=self.early,
+            reader=KVReader(self.kv_caches, self.key_value_views_of),
+            to_device=self.to_device,
+            first_head=self.first_head,
+            calibration=self.calibration,
+            add_ranks=self.add_ranks,
+            order=self.order,
+            read_bytes=self.read_bytes,
+            together=self.rescored_together,
+        )
 
     @property
     def block_size(self) -> int:
@@ -60,9 +87,9 @@ class WorkerState(ABC):
     def start(self, plan: StepPlan) -> None:
         """Store the parameters of requests that enter the batch."""
 
-    @abstractmethod
     def release(self, request_ids: Iterable[str]) -> None:
         """Drop requests that leave the batch. Unknown ids are fine."""
+        self.rescorer.release(request_ids)
 
     def restart(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most know nothing of them
         """Requests return after a preemption: their KV is computed anew. Unknown ids are fine."""
@@ -74,15 +101,13 @@ class WorkerState(ABC):
     def compact(self, evictions: Sequence[Eviction]) -> None:
         """Move the survivors of the doomed blocks into the heavy ones, in every layer and head.
 
-        Policies may adjust the scores first. Call it before the forward pass of the step that carries the
-        evictions, see :class:`h2o_vllm.blocks.plan.StepPlan`. Evictions that have blocks in common take
-        turns, in order: the scores that one computes are not valid for another.
+        Tokens that were never ranked get their scores first. Call it before the forward pass of the step
+        that carries the evictions, see :class:`h2o_vllm.blocks.plan.StepPlan`. Evictions that have blocks in
+        common take turns, in order: the scores that one computes are not valid for another.
         """
         for wave in waves(evictions):
             moving = [eviction for eviction in wave if eviction.moves]
-            adjusted = [one for one in moving if Policy.of(one.ranks).adjusts]
-            if adjusted:
-                self._adjust_scores(adjusted)
+            self.rescorer.rescore(moving)
             for eviction in moving:
                 if eviction.places:
                     self._empty(eviction)
@@ -143,9 +168,15 @@ class WorkerState(ABC):
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
         """Set those of ``slots``, [T], in [L, N, KH, BS] to zero."""
 
+    @staticmethod
+    def order(scores: torch.Tensor) -> torch.Tensor:
+        """See :func:`.formulas.order`."""
+        return order(scores)
+
+    @staticmethod
     @abstractmethod
-    def _adjust_scores(self, evictions: Sequence[Eviction]) -> None:
-        """Let the policies of these adjust the scores that are about to be ranked; no two rank one block."""
+    def key_value_views_of(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of pages, [M, KH, BS, 2 * D]: their keys and values, [M, KH, BS, D] each."""
 
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:

@@ -36,12 +36,9 @@ if TYPE_CHECKING:
     from h2o_vllm.kernels.cpu.reference import attend_decode as attend_decode
     from h2o_vllm.kernels.cpu.reference import attend_prompt as attend_prompt
     from h2o_vllm.kernels.cpu.reference import compact as compact
-    from h2o_vllm.kernels.cpu.reference import key_similarity as key_similarity
-    from h2o_vllm.kernels.cpu.reference import merge_ranks as merge_ranks
-    from h2o_vllm.kernels.cpu.reference import predict as predict
+    from h2o_vllm.kernels.cpu.reference import order as order
     from h2o_vllm.kernels.cpu.reference import reset_scores as reset_scores
     from h2o_vllm.kernels.cpu.reference import score_prompt as score_prompt
-    from h2o_vllm.kernels.cpu.reference import value_distances as value_distances
 else:
 
     def __getattr__(name: str) -> Any:
@@ -53,8 +50,7 @@ else:
 
 KERNELS = frozenset(
     {
-        "attend_decode", "attend_prompt", "compact", "key_similarity", "merge_ranks", "predict",
-        "reset_scores", "score_prompt", "value_distances",
+        "attend_decode", "attend_prompt", "compact", "order", "reset_scores", "score_prompt",
     }
 )  # fmt: skip
 _NAMES = ("cpp", "reference")

@@ -6,20 +6,11 @@ Runs in the worker. Imports torch only. Letters as in :mod:`h2o_vllm.kernels.ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "Lanes",
-    "PagedBatch",
-    "heads_apart",
-    "key_value_views",
-    "measured",
-    "tokens_of",
-]
 
 
 class Lanes(NamedTuple):
@@ -77,29 +68,6 @@ def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     values = halves[:, :, 1].unflatten(-1, (block_size, size))
     return keys, values
-
-
-def tokens_of(kv_cache: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the tokens in some blocks of one layer, [KH, n * BS, D] each: a copy."""
-    keys, values = (view.index_select(0, blocks.long()) for view in key_value_views(kv_cache))
-    return keys.permute(1, 0, 3, 2).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
-
-
-def measured(
-    measure: Callable[[Tensor, Tensor], Tensor], kv_caches: Sequence[Tensor], pages: Tensor
-) -> Tensor:
-    """``measure`` of the keys and values, [C, D] each, of each head's ``pages``, [L, KH, n].
-
-    Returns:
-        [L, KH, n * BS], float32; 0 for padding.
-    """
-    found = torch.zeros(*pages.shape, kv_caches[0].shape[2])
-    for layer, kv_cache in enumerate(kv_caches):
-        for head, mine in enumerate(pages[layer]):
-            there = mine >= 0
-            keys, values = tokens_of(_one_headed(kv_cache), mine[there])
-            found[layer, head, there] = measure(keys[0], values[0]).view(-1, found.shape[3])
-    return found.flatten(2)
 
 
 def _one_headed(pages: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from h2o_vllm.kernels.cpu import build, prebuilt
 from h2o_vllm.kernels.cpu.batch import PagedBatch
-from h2o_vllm.policy.formulas import BEHIND
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -49,12 +48,8 @@ _compact.restype = None
 _reset = _library.h2o_reset
 _reset.argtypes = [c_void_p] * 2 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
-_predict = _library.h2o_predict
-_predict.argtypes, _predict.restype = [c_void_p] * 4 + [c_int] * 11, None
-_join = _library.h2o_join
-_join.argtypes, _join.restype = [c_void_p] * 3 + [c_int, c_int64, c_int], None
-_rank = _library.h2o_rank
-_rank.argtypes, _rank.restype = [c_void_p] * 3 + [c_int] * 7, None
+_order = _library.h2o_order
+_order.argtypes, _order.restype = [c_void_p] * 2 + [c_int64, c_int], None
 
 
 def describe() -> str:
@@ -95,49 +90,12 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
     _reset(scores.data_ptr(), slots.data_ptr(), slots.numel(), layers, blocks, heads, block)
 
 
-def predict(
-    kv_caches: Sequence[Tensor],
-    blocks: Tensor,
-    weights: Tensor,
-    rotary: int,
-    *,
-    interleaved: bool,
-    sums_alone: bool = False,
-) -> Tensor:
-    """See :func:`.reference.predict`."""
-    blocks, weights, first = blocks.to(torch.int32).contiguous(), weights.contiguous(), kv_caches[0]
-    _, heads, block, width = first.shape
-    count = blocks.numel()
-    out = torch.empty(len(kv_caches), weights.shape[1], count * block)
-    _predict(
-        _pointers(kv_caches), blocks.data_ptr(), weights.data_ptr(), out.data_ptr(), count, len(kv_caches),
-        heads, weights.shape[1], width // 2, block, weights.shape[2], rotary, interleaved, sums_alone,
-        _DTYPES[first.dtype],
-    )  # fmt: skip
-    return out
-
-
-def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
-    """See :func:`.reference.merge_ranks`."""
-    if not others:
-        return first
-    ranks = [rank.contiguous() for rank in (first, *others)]
-    count, out = first.shape[-1], torch.empty_like(ranks[0])
-    less = (c_float * len(ranks))(*[1 - place * BEHIND for place in range(len(ranks))])
-    rows = first.numel() // max(1, count)
-    _join(_pointers(ranks), less, out.data_ptr(), len(ranks), rows, count)
-    return out
-
-
-def _ranked(kv_caches: Sequence[Tensor], pages: Tensor, *, keys: bool) -> Tensor:
-    pages, first = pages.to(torch.int32).contiguous(), kv_caches[0]
-    _, heads, block, width = first.shape
-    count = pages.shape[2]
-    out = torch.empty(len(kv_caches), heads, count * block)
-    _rank(
-        _pointers(kv_caches), pages.data_ptr(), out.data_ptr(), count, len(kv_caches),
-        heads, width // 2, block, _DTYPES[first.dtype], keys,
-    )  # fmt: skip
+def order(scores: Tensor) -> Tensor:
+    """See :func:`.reference.order`."""
+    scores = scores.contiguous()
+    out = torch.empty(scores.shape, dtype=torch.int64)
+    count = scores.shape[-1]
+    _order(scores.data_ptr(), out.data_ptr(), scores.numel() // max(1, count), count)
     return out
 
 
@@ -179,10 +137,6 @@ attend_decode = partial(_run, prompt=False)
 """See :func:`.reference.attend_decode`."""
 attend_prompt = partial(_run, prompt=True)
 """See :func:`.reference.attend_prompt`."""
-key_similarity = partial(_ranked, keys=True)
-"""See :func:`.reference.key_similarity`."""
-value_distances = partial(_ranked, keys=False)
-"""See :func:`.reference.value_distances`."""
 
 
 def score_prompt(

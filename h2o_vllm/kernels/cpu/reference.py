@@ -17,8 +17,6 @@ from h2o_vllm.kernels.cpu.batch import (
     PagedBatch,
     heads_apart,
     key_value_views,
-    measured,
-    tokens_of,
 )
 from h2o_vllm.policy import formulas
 
@@ -30,6 +28,7 @@ STEP = 256
 
 
 reset_scores = reference.reset_scores
+order = formulas.order
 
 
 def describe() -> str:
@@ -131,67 +130,6 @@ def compact(
     return lanes.compact(
         keys, values, scores, heavy_blocks.tolist(), doomed_blocks.tolist(), owners
     )
-
-
-def predict(
-    kv_caches: Sequence[Tensor],
-    blocks: Tensor,
-    weights: Tensor,
-    rotary: int,
-    *,
-    interleaved: bool,
-    sums_alone: bool = False,
-) -> Tensor:
-    """The attention that tokens are expected to get: :func:`h2o_vllm.kernels.reference.predicted_sums`.
-
-    Args:
-        kv_caches: L tensors [N, KH, BS, 2 * D].
-        blocks: [n], integer, at least one, none twice, in which all heads have the same tokens. Not pages.
-        weights: [L, KH, F + 1], float32, finite. F is (2 * D - rotary / 2): what a head's own keys and values
-            say; or KH times that: what all heads' do, head by head. The last one is added. In the second case
-            there may be weights of more heads than these caches have, [L, M, F + 1].
-        rotary: so many of a key's first numbers are turned, in pairs; even, 0 to D.
-        interleaved: pairs are neighbours, in place of halves.
-        sums_alone: of what is weighed, for a caller that adds those of other KV heads; see
-            :func:`h2o_vllm.kernels.reference.attention_of`.
-
-    Returns:
-        [L, KH or M, n * BS], float32, block by block; above 0, at most 1, unless sums were asked for.
-    """
-    found = [
-        reference.predicted_sums(*tokens_of(kv, blocks), weight, rotary, interleaved=interleaved)
-        for kv, weight in zip(kv_caches, weights, strict=True)
-    ]
-    sums = torch.stack(found)
-    return sums.float() if sums_alone else reference.attention_of(sums)
-
-
-def merge_ranks(first: Tensor, *others: Tensor) -> Tensor:
-    """:func:`h2o_vllm.policy.formulas.merge_ranks`, equal numbers.
-
-    Args:
-        first, others: [..., n], float32; without NaN.
-    """
-    return formulas.merge_ranks(first, *others)
-
-
-def key_similarity(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """The cosine of each key in some pages and the mean of these keys' directions, per layer and KV head.
-
-    Args:
-        kv_caches: L tensors [N, KH, BS, 2 * D].
-        pages: of each head, ``block * KH + lane``, [L, KH, n], integer, behind padding below 0, which counts
-            for nothing. Every head has one at least.
-
-    Returns:
-        [L, KH, n * BS], float32, page by page; 0 for padding.
-    """
-    return measured(lambda keys, _: reference.key_similarity(keys), kv_caches, pages)
-
-
-def value_distances(kv_caches: Sequence[Tensor], pages: Tensor) -> Tensor:
-    """How far each value in some pages lies from the mean of them; as :func:`key_similarity`."""
-    return measured(lambda _, values: reference.value_distances(values), kv_caches, pages)
 
 
 def _attend(

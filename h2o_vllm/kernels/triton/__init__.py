@@ -5,7 +5,6 @@ Runs in the worker. Imports Triton, so import it only where a GPU serves; never 
 :mod:`h2o_vllm.kernels.reference` defines the results, :mod:`~h2o_vllm.kernels.triton.checks` checks the
 kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls, in this order:
 
-    rescore             if a policy adjusts scores before an eviction    eager, 1 to 6 launches for all layers
     compact             before the forward pass, if the step evicts      eager, 2 launches per class of sizes
     reset_scores        the step's new tokens, all layers                eager, 1 launch
     compact_tables      the metadata builder: tables without holes       eager, 1 launch
@@ -37,16 +36,8 @@ from h2o_vllm.kernels.triton.evictions import (
     by_size,
 )
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from h2o_vllm.kernels.triton.predict import Prediction, prediction_bytes
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts, prompt_lse
-from h2o_vllm.kernels.triton.ranks import FEW
-from h2o_vllm.kernels.triton.rescore import rescore
-from h2o_vllm.kernels.triton.rescores import (
-    Rescore,
-    Rescores,
-    scratch_bytes,
-)
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
 from h2o_vllm.kernels.triton.split import split_scores
@@ -56,7 +47,6 @@ from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 __all__ = [
     "EVICTING",
-    "FEW",
     "PINNED",
     "SCORED",
     "SCRATCH_BYTES",
@@ -65,21 +55,15 @@ __all__ = [
     "Evictions",
     "KVLayers",
     "LaneTables",
-    "Prediction",
     "PromptSegments",
-    "Rescore",
-    "Rescores",
     "add_prompt_scores",
     "attend_decode",
     "attend_shared_prompts",
     "by_size",
     "compact",
     "compact_tables",
-    "prediction_bytes",
     "prompt_lse",
-    "rescore",
     "reset_scores",
-    "scratch_bytes",
     "split_scores",
     "warm_up",
 ]

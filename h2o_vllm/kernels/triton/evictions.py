@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SCRATCH_BYTES = 32 << 20
-"""Scratch of compaction and rescoring in bytes, unless long prompts need more."""
+"""Scratch of compaction in bytes, unless long prompts need more."""
 
 
 class KVLayers:
@@ -31,8 +31,7 @@ class KVLayers:
 
         Args:
             key_caches, value_caches: L views [N, BS, KH, D] of one shape, dtype and strides; last stride 1.
-            scratch_bytes: compaction needs 8 bytes per KV head and heavy slot of each (eviction, layer); for
-                rescoring see :func:`.rescores.scratch_bytes`.
+            scratch_bytes: 8 per KV head and heavy slot of each (eviction, layer).
         """
         self.key_caches = list(key_caches)
         self.value_caches = list(value_caches)

@@ -10,17 +10,12 @@ from h2o_vllm.kernels.triton.compact import CHUNKS, compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from h2o_vllm.kernels.triton.predict import Prediction
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
-from h2o_vllm.kernels.triton.rescore import rescore
-from h2o_vllm.kernels.triton.rescores import HEADER, SEGMENT, Rescores
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
-
-__all__ = ["warm_up"]
 
 
 def warm_up(
@@ -35,7 +30,6 @@ def warm_up(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     lanes: LaneTables | None = None,
-    prediction: Prediction | None = None,
 ) -> None:
     """Run each kernel on the real caches, without work to do. This compiles it; no KV and no score changes.
 
@@ -48,7 +42,6 @@ def warm_up(
         query, out: [at least 2, H, D], with the dtypes and strides of serving. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
         lanes: given exactly if heads may share slots. It must hold no request.
-        prediction: given exactly if there is a calibration.
     """
     scores, early = planes
     device, block_size = scores.device, scores.shape[3]
@@ -74,16 +67,6 @@ def warm_up(
     split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     reset_scores(scores, padding)
-    # The device reads an eviction without candidates. It counts as staged, so that all kernels are launched,
-    # those for few candidates and those for many.
-    for candidates in (0, 2 * SEGMENT):
-        empty = scores.new_zeros(1, HEADER + candidates // block_size, dtype=torch.int32)
-        staged = 1 + candidates // block_size
-        for shared in forms:
-            given_none = Rescores(
-                empty, staged, ranks=2, shares=shared is not None, predicts=prediction is not None
-            )
-            rescore(layers, scores, early, given_none, shared, prediction)
     # With the layout of Evictions.pack, as alignment matters.
     packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
     # As many candidates as each chunk holds, then one block more than the largest holds.

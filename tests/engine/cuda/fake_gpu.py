@@ -27,25 +27,25 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
-from h2o_vllm.calibration.file import Calibration
+from h2o_vllm.calibration.file import Calibration, Part
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends
-from h2o_vllm.engine.cuda.impl import key_value_views
+from h2o_vllm.engine.cuda.impl import key_value_views, numbers_of
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
 from h2o_vllm.engine.cuda.warmup import warm_up
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.kernels import triton as kernels
-from h2o_vllm.policy.candidates import head_number
+from h2o_vllm.policy.fresh import head_number
 from loadtest.kernels.forms import launches
+from tests.calibration.made import calibration_of
 from tests.engine.cuda.fake_kernels import FP8, stand_in_for_kernels
 from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SCALE, SCALES, SIZE, qkv
 from tests.engine.cuda.fake_runner import GRAPH_SIZES, FakeRunner
 from tests.engine.cuda.fake_stream import Stream
 from tests.engine.scheduling import Rig
-from tests.kernels.triton.rescore_laws import calibration_of
 
 
 class FakeGPU:
@@ -150,6 +150,8 @@ class FakeGPU:
         heads, layers = len(self.kv_heads), len(self.layers)
         views = [key_value_views(cache, SIZE) for cache in self.kv]
         return CudaState(
+            kv_caches=[numbers_of(cache) for cache in self.kv],
+            calibration=self._part(),
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
             planes=torch.zeros(2, layers, num_blocks, heads, self.block_size),
             workspace=kernels.DecodeWorkspace(
@@ -163,7 +165,6 @@ class FakeGPU:
                 sharing_layers=layers,
             ),
             lanes=kernels.LaneTables.empty(layers, num_blocks, heads, rows, rows, "cpu"),
-            prediction=self._prediction(),
             kv_cache_group=0,
             first_head=head_number(self.layers.start, self.kv_heads.start),
             step_variant=variants,
@@ -171,16 +172,15 @@ class FakeGPU:
             policies=PolicySlots(rows),
         )
 
-    def _prediction(self) -> kernels.Prediction:
-        heads = len(self.kv_heads)
+    def _part(self) -> Part:
         layers = slice(self.layers.start, self.layers.stop)
-        part = self.calibration.part(self.kv_heads.start, heads, layers)
+        part = self.calibration.part(self.kv_heads.start, len(self.kv_heads), layers)
         scales = None
         if self.fp8:
             of_keys, of_values = SCALES["_k_scale"], SCALES["_v_scale"]
             count = len(self.layers)
             scales = torch.full((count,), of_keys), torch.full((count,), of_values)
-        return kernels.Prediction.of(part, heads, SIZE, "cpu", scales)
+        return part.on("cpu", SIZE, scales)
 
     def _owner(self, index: int) -> int:
         """The layer whose KV this one attends to."""

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from h2o_vllm.engine.cuda.variants import Variant
+from tests.calibration.made import calibration_of
 from tests.engine.cuda.fake_gpu import FakeGPU, check_outputs, fake_gpu
 from tests.engine.cuda.fake_model import KV_HEADS, LAYERS, SCALE, SIZE, module_of, qkv
 from tests.engine.scheduling import Rig
 from tests.engine.test_policies import model_of
-from tests.kernels.triton.rescore_laws import calibration_of
 from tests.reference.policies import PolicyModel
 from tests.served import SERVED, policy_of
 
 FLOOR = 32
 SLOW, LONG = pytest.mark.slow, pytest.mark.long
-ON_GPUS = [name for name in SERVED if not policy_of(name).without_op]
+ON_GPUS = list(SERVED)
 MOVING = [name for name in ON_GPUS if policy_of(name).moves_tokens and name != "random"] + [
     "attention+value+key",
     "mean+end",
 ]
-"""Which tokens ``random`` draws: ``tests/kernels/triton/test_rescore.py``."""
+"""Which tokens ``random`` draws: ``tests/policy/test_ranks.py``."""
 FULL = {"kv_budget": 1.0, "kv_policy": "attention", "kv_recent": 0.5}
 REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = (
     {"full": (90, 40, None)}

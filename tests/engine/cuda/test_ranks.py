@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.calibration.made import calibration_of
 from tests.engine.cuda.fake_gpu import FakeGPU, fake_gpu
 from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SIZE
-from tests.kernels.triton.rescore_laws import calibration_of
 
 FLOOR = 32
 
@@ -27,7 +27,7 @@ COPIES = [
 
 def run(model_dir: str, workers: list[dict[str, Any]], asked: dict[str, Any]) -> None:
     """One plan, made from counts, for all workers; tables, attention and scores are those of one."""
-    # What ranks have to add up: tests/kernels/triton/test_predict.py.
+    # What ranks have to add up: tests/engine/test_rescoring.py.
     calibration = calibration_of(LAYERS, KV_HEADS, SIZE, own=True)
     with (
         pytest.MonkeyPatch.context() as patch,

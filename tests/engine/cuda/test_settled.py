@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.calibration.made import calibration_of
 from tests.engine.cuda.fake_gpu import FakeGPU, check_outputs, fake_gpu
 from tests.engine.cuda.fake_model import KV_HEADS, LAYERS, SIZE
 from tests.engine.cuda.test_policies import FLOOR, outputs_of
 from tests.engine.ghost import ANSWER
 from tests.engine.scheduling import Rig
-from tests.kernels.triton.rescore_laws import calibration_of
 from tests.reference.settling import SettlingModel
 
 WINDOW, PROMPT, NEW = 128, 230, 40

@@ -13,7 +13,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.cuda import backends, start_notes
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
@@ -21,8 +20,6 @@ from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.engine.worker import binding
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.kernels import triton as kernels
-from h2o_vllm.kernels.triton.rescores import MOST_RANKS
 from h2o_vllm.plugin import engine_args
 from h2o_vllm.policy.policy import Policy
 
@@ -210,16 +207,8 @@ def test_the_workspace_is_for_all_blocks_beside_other_groups(groups: int) -> Non
 @pytest.mark.parametrize(("kv_heads", "longest"), [(2, 8192), (8, 131_072), (32, 131_072)])
 def test_the_longest_prompts_first_eviction_fits_the_scratch(kv_heads: int, longest: int) -> None:
     """Else the step that evicts would end the engine."""
-    worker = bare_worker(
-        model_config=SimpleNamespace(max_model_len=longest),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-    )
-    for name, of_heads in ((None, 0), ("file", 2 * kv_heads)):
-        worker._h2o_config = lambda name=name: H2OConfig(kv_calibration=name)
-        held = worker._scratch_bytes(kv_heads)
-        # By as many ranks as can be joined: a score and a place of each token; and what is predicted of it.
-        assert held == max(32 << 20, kernels.scratch_bytes(kv_heads, longest, of_heads))
-        assert held // 4 >= (2 * MOST_RANKS * kv_heads + of_heads) * longest
+    worker = bare_worker(model_config=SimpleNamespace(max_model_len=longest))
+    assert worker._scratch_bytes(kv_heads) == max(32 << 20, 8 * kv_heads * longest)
 
 
 def test_layers_that_need_other_kernels_than_the_first_are_refused() -> None:

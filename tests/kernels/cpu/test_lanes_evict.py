@@ -89,33 +89,3 @@ def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> N
 def test_shares_are_rounded_to_lanes(wanted: list[int], lanes: int, given: list[int]) -> None:
     scores = [torch.tensor([1.0] * want + [0.0] * (96 - want)) for want in wanted]
     assert share_lanes(scores, lanes, 16) == given
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_policies_ask_of_pages_equals_the_reference(
-    impl: ModuleType, dtype: torch.dtype
-) -> None:
-    """Each head has its own number of them; padding is in nobody's mean, and nothing else is read."""
-    caches, _ = wide(dtype, 64, 32)
-    heads = caches[0].shape[1]
-    pages = torch.full((len(caches), heads, 5), -1, dtype=torch.int32)
-    gen = torch.Generator().manual_seed(3)
-    for layer, cache in enumerate(caches):
-        mine = torch.randperm(cache.shape[0] * heads - heads, generator=gen) + heads
-        for head in range(heads):
-            pages[layer, head, head + 1 - layer % 2 :], mine = (
-                mine[: 4 - head + layer % 2],
-                mine[5:],
-            )
-        unread = torch.ones(cache.shape[0] * heads, dtype=torch.bool)
-        unread[pages[layer][pages[layer] >= 0].long()] = False
-        cache.view(-1, *cache.shape[2:])[unread] = float("nan")
-    for name in ("key_similarity", "value_distances"):
-        got, want = (getattr(one, name)(caches, pages) for one in (impl, reference))
-        assert got.shape == want.shape == (len(caches), heads, 5 * 32)
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-        assert (got.unflatten(-1, (5, 32))[pages < 0] == 0).all()
-        mine = pages[1, 2][pages[1, 2] >= 0]
-        one_headed = caches[1].view(-1, 1, *caches[1].shape[2:])
-        alone = getattr(reference, name)([one_headed], mine[None, None])
-        torch.testing.assert_close(got[1, 2, -alone.shape[-1] :], alone[0, 0], rtol=2e-5, atol=2e-6)

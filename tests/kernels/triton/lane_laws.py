@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels must do where KV heads share slots, for the interpreter's small caches and the GPU's large
-ones: attention and its scores. Evictions: :mod:`.lane_evict_laws`, :mod:`.lane_rescore_laws`.
+ones: attention and its scores. Evictions: :mod:`.lane_evict_laws`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
 from tests.kernels.cpu.cases import assert_no_worse
 from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, row_slots, touched
 from tests.kernels.triton.lane_cases import NOWHERE, heads_apart
-
-__all__ = [
-    "check_lane_chunks",
-    "check_lane_decode",
-    "check_lane_lists",
-    "decode_lanes",
-    "lane_segments",
-    "lane_workspace",
-    "plan_lanes",
-]
 
 
 def lane_workspace(

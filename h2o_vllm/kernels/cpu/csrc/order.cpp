@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scores of tokens that are ranked in several ways, each of which sorts them. Called through ctypes.
+// The order of scores, best first. Called through ctypes.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -27,14 +27,12 @@ H2O_INLINE uint32_t descending(float score) {
   return bits & 0x80000000u ? bits : 0x7fffffffu - bits;
 }
 
-// Calls `found(place, at)` for each of `scores`: where it stands if the highest comes first, of equals the earlier one,
-// and where it is now. tokens, other: scratch, [count].
-template <class F>
-void sort(const float* scores, int count, Token* tokens, Token* other, F found) {
+// One row; equal scores keep their order. tokens, other: scratch, [count].
+void sort(const float* scores, int count, Token* tokens, Token* other, int64_t* out) {
   for (int i = 0; i < count; ++i) tokens[i] = {descending(scores[i]), i};
   if (count <= FEW) {
     std::stable_sort(tokens, tokens + count, [](const Token& a, const Token& b) { return a.key < b.key; });
-    for (int i = 0; i < count; ++i) found(i, tokens[i].at);
+    for (int i = 0; i < count; ++i) out[i] = tokens[i].at;
     return;
   }
   int32_t begins[PASSES][BUCKETS] = {};
@@ -47,31 +45,18 @@ void sort(const float* scores, int count, Token* tokens, Token* other, F found) 
   }
   for (int pass = 0; pass < PASSES - 1; ++pass, std::swap(tokens, other))
     for (int i = 0; i < count; ++i) other[begins[pass][bucket_of(tokens[i], pass)]++] = tokens[i];
-  for (int i = 0; i < count; ++i) found(begins[PASSES - 1][bucket_of(tokens[i], PASSES - 1)]++, tokens[i].at);
+  for (int i = 0; i < count; ++i) out[begins[PASSES - 1][bucket_of(tokens[i], PASSES - 1)]++] = tokens[i].at;
 }
-
-// As torch.maximum.
-H2O_INLINE float larger(float a, float b) { return std::isnan(a) || a > b ? a : b; }
 
 }  // namespace
 
-// ranks: `ways` pointers to scores, [rows, count]; less: [ways], what a score by each is multiplied by; out: [rows, count].
-extern "C" void h2o_join(const float* const* ranks, const float* less, float* out, int ways, int64_t rows, int count) {
+// scores, out: [rows, count].
+extern "C" void h2o_order(const float* scores, int64_t* out, int64_t rows, int count) {
 #pragma omp parallel if (rows * count > 64)
   {
     std::vector<Token> tokens(count), other(count);
-    std::vector<float> in_order(count);
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* first = ranks[0] + row * count;
-      float* best = out + row * count;
-      auto each = [&](int way, auto found) {
-        sort(ranks[way] + row * count, count, tokens.data(), other.data(), found);
-      };
-      each(0, [&](int place, int at) { in_order[place] = first[at]; });
-      std::copy_n(first, count, best);
-      for (int way = 1; way < ways; ++way)
-        each(way, [&](int place, int at) { best[at] = larger(best[at], in_order[place] * less[way]); });
-    }
+    for (int64_t row = 0; row < rows; ++row)
+      sort(scores + row * count, count, tokens.data(), other.data(), out + row * count);
   }
 }

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give tokens their scores just before an eviction ranks them first. Worker process, any device; no vLLM.
+
+Policies say how (:mod:`h2o_vllm.policy.formulas`); this reads what they need from the blocks that no eviction
+has ranked, and writes the scores there. Nothing in here waits for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from h2o_vllm.calibration.file import attention_of
+from h2o_vllm.policy.formulas import Order, draws, first_scores, order
+from h2o_vllm.policy.fresh import Centre, Fresh
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import Collects
+
+if TYPE_CHECKING:
+    from h2o_vllm.blocks.plan import Eviction
+    from h2o_vllm.calibration.file import Part
+
+_Tokens = Callable[[], Iterable[tuple[Tensor, Tensor]]]
+"""Keys and values, [l, m, KH, BS, D] each, of some blocks after the others."""
+
+
+def known_blocks(eviction: Eviction) -> list[int]:
+    """Those of the blocks that an earlier eviction has ranked; none if a segment settles."""
+    if eviction.places:
+        return []
+    fresh = set(eviction.fresh_blocks)
+    return [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
+
+
+@dataclass(frozen=True)
+class KVReader:
+    """Copies keys and values of some blocks.
+
+    Attributes:
+        kv_caches: L tensors [N, KH, BS, 2 * D], of one shape and dtype.
+        views: makes views of pages, [M, KH, BS, 2 * D]: their keys and values, [M, KH, BS, D] each.
+    """
+
+    kv_caches: Sequence[Tensor]
+    views: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def read(self, layers: slice, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, [L, M, KH, BS, D] each, float32, of M blocks, [M], int64."""
+        caches = self.kv_caches[layers]
+        first = caches[0]
+        pages = first.new_empty(len(caches), len(blocks), *first.shape[1:])
+        # Torch selects no 8-bit floats.
+        kind = torch.uint8 if first.itemsize == 1 else first.dtype
+        for cache, out in zip(caches, pages, strict=True):
+            torch.index_select(cache.view(kind), 0, blocks, out=out.view(kind))
+        shape = (len(caches), len(blocks))
+        # Each dense for itself: torch is half as fast with gaps.
+        keys, values = (
+            half.float().unflatten(0, shape) for half in self.views(pages.flatten(0, 1))
+        )
+        return keys, values
+
+
+@dataclass(kw_only=True)
+class Rescorer:
+    """What a worker needs to make scores.
+
+    Attributes:
+        scores, early: see :class:`.WorkerState`. reader: of the same layers.
+        to_device: copies a tensor of the host's to where these are.
+        first_head: number of the first head of the first of these layers, see :func:`.head_number`.
+        calibration: this worker's part of the model's, on the device, if there is one.
+        add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
+        order: see :func:`.formulas.order`.
+        read_bytes: about as much is read at once, as float32.
+        together: so many evictions of a step are rescored at once, at most.
+    """
+
+    scores: Tensor
+    early: Tensor
+    reader: KVReader
+    to_device: Callable[[Tensor], Tensor]
+    first_head: int
+    calibration: Part | None = None
+    add_ranks: Callable[[Tensor], None] | None = None
+    order: Order = order
+    read_bytes: int = 4 << 20
+    together: int = 1
+    _centres: dict[str, Tensor] = field(default_factory=dict, init=False)
+    """By request: the data of its :class:`.Centre`, [L, KH, 2 * D + 1], from its first eviction on."""
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Forget requests. Unknown ids are fine. A request that is replayed takes its centre anew."""
+        for request_id in request_ids:
+            self._centres.pop(request_id, None)
+
+    def rescore(self, evictions: Iterable[Eviction]) -> None:
+        """Give the fresh tokens of evictions their scores; no two rank one block.
+
+        First evictions one by one, as they are of many blocks; later ones together where they are alike.
+        """
+        alike: dict[tuple[tuple[int, ...], int], list[Eviction]] = defaultdict(list)
+        for eviction in evictions:
+            known = known_blocks(eviction)
+            policy = Policy.of(eviction.ranks)
+            if policy.anew:
+                self._draw(eviction, known)
+            elif policy.adjusts and eviction.fresh_blocks:
+                if known:
+                    alike[eviction.ranks, len(eviction.fresh_blocks)].append(eviction)
+                else:
+                    self._score([eviction], policy, first=True)
+        for (ranks, blocks), some in alike.items():
+            # Several are read at once, or they are scored one by one.
+            step = max(1, min(self.together, self.read_bytes // (blocks * self._block_bytes)))
+            for at in range(0, len(some), step):
+                self._score(some[at : at + step], Policy.of(ranks), first=False)
+
+    def _draw(self, eviction: Eviction, known: list[int]) -> None:
+        blocks = [*known, *eviction.fresh_blocks]
+        layers, _, heads, block_size = self.scores.shape
+        shape = (layers, heads, len(blocks) * block_size)
+        drawn = draws(shape, eviction.seen, self.first_head, self.scores.device)
+        self._write(slice(None), self.to_device(torch.tensor(blocks)), drawn[:, None])
+
+    def _score(self, evictions: Sequence[Eviction], policy: Policy, *, first: bool) -> None:
+        """Of evictions with as many fresh blocks each: one first eviction, or later ones."""
+        told = self.to_device(
+            torch.tensor([(one.fresh_from, one.seen, *one.fresh_blocks) for one in evictions])
+        )
+        blocks, count = told[:, 2:].flatten(), len(evictions)
+        share = len(evictions[0].fresh_blocks) * self.scores.shape[3]
+        places = torch.arange(share, device=blocks.device)
+        positions = (told[:, :1] + places).float()[:, None]
+        seen = told[:, 1:2].float()[:, None]
+        taken = []
+        for layers in self._some_layers(len(blocks)):
+            tokens = self._tokens(layers, blocks)
+            centre = self._centre(evictions, policy, layers, tokens if first else None)
+            measures = self._measure(policy, layers, tokens, centre, first=first)
+            late = old = self._read(self.scores, layers, blocks, count)
+            if policy.uses_late and policy.collects is Collects.ALL:
+                # Where nothing but late attention is collected, all of a score is late.
+                late = old - self._read(self.early, layers, blocks, count)
+            parts = {name: _by_eviction(found, count) for name, found in measures.items()}
+            fresh = Fresh(old, positions, seen, late, **parts)
+            self._write(layers, blocks, first_scores(policy, fresh, self.order))
+            if centre is not None:
+                taken.append(centre.data)
+        if first and taken and not evictions[0].places:
+            self._centres[evictions[0].request_id] = torch.cat(taken)
+
+    def _tokens(self, layers: slice, blocks: Tensor) -> _Tokens:
+        """Keys and values of blocks in some layers, as many blocks at once as may be read of one layer.
+
+        Read once if that is all of them, else each time.
+        """
+        parts = blocks.split(max(1, self.read_bytes // self._block_bytes))
+
+        def read() -> Iterator[tuple[Tensor, Tensor]]:
+            return (self.reader.read(layers, some) for some in parts)
+
+        return read if len(parts) > 1 else functools.cache(lambda: list(read()))
+
+    def _centre(
+        self,
+        evictions: Sequence[Eviction],
+        policy: Policy,
+        layers: slice,
+        first: _Tokens | None,
+    ) -> Centre | None:
+        """What the evictions' tokens are compared with in some layers; taken of ``first`` ones."""
+        if not policy.compares:
+            return None
+        if first is None:
+            kept = torch.cat([self._centres[one.request_id][layers] for one in evictions], 1)
+            share = len(evictions[0].fresh_blocks)
+            return Centre(kept if len(evictions) == 1 else kept.repeat_interleave(share, 1))
+        _, heads, block_size, width = self.reader.kv_caches[0].shape
+        num_layers = len(self.reader.kv_caches[layers])
+        centre = Centre.begin(num_layers, heads, width // 2, self.scores.device)
+        for keys, values in first():
+            centre.add(
+                keys if "similarity" in policy.measures else None,
+                values if "deviation" in policy.measures else None,
+            )
+        centre.complete(len(evictions[0].fresh_blocks) * block_size)
+        return centre
+
+    def _measure(
+        self, policy: Policy, layers: slice, tokens: _Tokens, centre: Centre | None, *, first: bool
+    ) -> dict[str, Tensor]:
+        """What the policy's ranks need of keys and values, by name, [l, m, KH, BS] each."""
+        found = defaultdict(list)
+        for keys, values in tokens() if policy.measures else ():
+            for name in policy.measures:
+                if name == "predicted":
+                    found[name].append(self._predict(layers, keys, values))
+                elif name == "similarity":
+                    assert centre is not None
+                    found[name].append(centre.similarity(keys))
+                else:
+                    assert centre is not None and name == "deviation"
+                    found[name].append(centre.distances(values))
+        all_blocks = {name: torch.cat(parts, 1) for name, parts in found.items()}
+        if centre is not None and "deviation" in all_blocks:
+            if first:
+                centre.add_distances(all_blocks["deviation"])
+            all_blocks["deviation"] = centre.deviation(all_blocks["deviation"])
+        return all_blocks
+
+    def _predict(self, layers: slice, keys: Tensor, values: Tensor) -> Tensor:
+        """The attention that tokens are expected to get, [l, m, KH, BS], by the calibration."""
+        part = self.calibration
+        assert part is not None
+        sums = part.sums(keys, values, layers)
+        if part.of_all_heads:
+            assert self.add_ranks is not None
+            self.add_ranks(sums)
+        return attention_of(sums[:, :, part.first : part.first + keys.shape[2]])
+
+    @property
+    def _block_bytes(self) -> int:
+        """Of one block in one layer, as float32."""
+        return 4 * self.reader.kv_caches[0][0].numel()
+
+    def _some_layers(self, blocks: int) -> Iterator[slice]:
+        """All layers, as many at once as may be read of so many blocks; at least one."""
+        step = max(1, self.read_bytes // (blocks * self._block_bytes))
+        for start in range(0, len(self.scores), step):
+            yield slice(start, min(start + step, len(self.scores)))
+
+    @staticmethod
+    def _read(plane: Tensor, layers: slice, blocks: Tensor, count: int) -> Tensor:
+        """Of ``count`` evictions' blocks, in order: [l, count, KH, n]."""
+        return _by_eviction(plane[layers].index_select(1, blocks), count)
+
+    def _write(self, layers: slice, blocks: Tensor, new: Tensor) -> None:
+        """Scores, [l, E, KH, n], of the evictions' blocks, in order."""
+        by_block = new.unflatten(3, (-1, self.scores.shape[3])).transpose(2, 3).flatten(1, 2)
+        self.scores[layers].index_copy_(1, blocks, by_block)
+
+
+def _by_eviction(found: Tensor, count: int) -> Tensor:
+    """[l, m, KH, BS] of ``count`` evictions' blocks, in order: [l, count, KH, m / count * BS]."""
+    return found.unflatten(1, (count, -1)).transpose(2, 3).flatten(3)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import report_of, started, tokens_of
+from tests.engine.conftest import started
+from tests.engine.outputs import report_of, tokens_of
 from tests.families.image_models import picture, pictured, processors, save_image_model
 from tests.gpu.engine.conftest import ENGINE, FLOOR, MODES
 

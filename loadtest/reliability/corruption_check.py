@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from loadtest.reliability.exact_linear import exact_linear_layers
-from loadtest.reliability.planted_bugs import replaced
 from loadtest.reliability.request_mix import TimedRequest
 
 BLOCK_SIZE = 16
@@ -251,8 +251,8 @@ class CorruptionCheck:
             return evictions
 
         with (
-            replaced(scheduler, "_preempt_request", preempting),
-            replaced(scheduler.blocks, "take_evictions", taking),
+            mock.patch.object(scheduler, "_preempt_request", preempting),
+            mock.patch.object(scheduler.blocks, "take_evictions", taking),
         ):
             yield
 

@@ -6,29 +6,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Put something else in an attribute's place for a while."""
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
+from unittest import mock
 
 
 def _holes_stay(_: Any) -> Any:
     """The freed blocks stay in the worker's block table, and are attended to."""
     from h2o_vllm.engine.cpu import worker
 
-    return replaced(worker, "runner_write_table", lambda *_: None)
+    return mock.patch.object(worker, "runner_write_table")
 
 
 def _survivors_are_lost(worker: Any) -> Any:
     """Nothing is compacted: the heavy tokens of the doomed blocks are gone."""
-    return replaced(worker._state, "compact", lambda _: None)
+    return mock.patch.object(worker._state, "compact")
 
 
 @contextlib.contextmanager
@@ -44,20 +34,23 @@ def _compaction_is_late(worker: Any) -> Iterator[None]:
             compact(late.pop(0))
         return done
 
-    with replaced(state, "compact", late.append), replaced(runner, "execute_model", executing):
+    with (
+        mock.patch.object(state, "compact", late.append),
+        mock.patch.object(runner, "execute_model", executing),
+    ):
         yield
 
 
 def _scores_are_stale(worker: Any) -> Any:
     """New tokens inherit the scores of the request that had the block before."""
-    return replaced(worker._state, "start_tokens", lambda *_: None)
+    return mock.patch.object(worker._state, "start_tokens")
 
 
 def _nobody_takes_turns(_: Any) -> Any:
     """Evictions that rank the same blocks in one step rank by the scores of the last one."""
     from h2o_vllm.engine.worker import state
 
-    return replaced(state, "waves", lambda evictions: [list(evictions)])
+    return mock.patch.object(state, "waves", lambda evictions: [list(evictions)])
 
 
 def nothing(_: Any) -> Any:

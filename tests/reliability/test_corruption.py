@@ -88,7 +88,7 @@ def test_a_batch_with_drafts_generates_what_each_request_generates_alone(
     for row in hunt("--drafts", drafts, *options, long=long):
         assert row["wrong"] == []
         assert row["ties"] <= 2
-        assert row["evictions"] > 30 and row["preemptions"] > 0 and row["poisoned_blocks"] > 100
+        assert row["evictions"] > 20 and row["preemptions"] > 0 and row["poisoned_blocks"] > 100
         assert row["drafted"] > row["accepted"] > 0
 
 

@@ -2,7 +2,7 @@
 """vLLM adaptors: ``core`` in the engine core, ``worker`` in worker processes, and what both need.
 
 ===================== ===========================================================================
-``core/``             scheduler and admission
+``core/``             scheduler and rejections
 ``worker/``           what workers on both devices have in common
 ``cpu/`` · ``cuda/``   what differs: kernels, metadata builder, model runner, CUDA graphs
 ``compat``            every private name of vLLM; ``cuda/compat`` those of its GPU runner

@@ -9,7 +9,7 @@
     allocate_new_blocks           may already hand out the freed blocks
     cache_blocks                  withholds blocks that an eviction may write, or that depend on one
 
-It calls ``free`` when the request is preempted or finished. Nothing else is overridden.
+It calls ``free`` when the request is preempted or finished.
 """
 
 from __future__ import annotations

@@ -100,6 +100,17 @@ def test_an_unknown_triton_is_always_asked(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(kernel.through_triton) == 3 and not kernel.bound
 
 
+@pytest.mark.usefixtures("device")
+def test_all_launches_may_be_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_binding", SimpleNamespace(allowed=True))
+    kernel, x = Kernel(), torch.zeros(64)
+    for count in range(4):
+        launch(kernel, (1,), "form", (x, count, None), CONSTANTS)
+        if count == 1:
+            launching.leave_to_triton()
+    assert len(kernel.bound) == 1 and len(kernel.through_triton) == 3
+
+
 def test_a_name_of_two_forms_is_found_where_launches_are_noted() -> None:
     """As in all tests of the adaptors for GPUs, and of the forms that are warmed up."""
     scores, slots = torch.zeros(1, 2, 2, 16), torch.zeros(16, dtype=torch.int64)

@@ -9,14 +9,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 
 from h2o_vllm.engine.cuda.backends import H2OFlashImpl
 from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
 from h2o_vllm.engine.cuda.impl import Scales, paged_views
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.kernels.triton.launching import leave_to_triton
 
 if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.state import CudaState
+
+
+# Below "vllm", so that vLLM's logging configuration applies.
+logger = init_logger(f"vllm.{__name__}")
+
+
+def check_launches(device: torch.device | str) -> None:
+    """Compare our own launch of a compiled kernel with Triton's; if they differ, Triton launches everything.
+
+    Raises:
+        ConfigError: a launch ends with an error of the device.
+    """
+    slots, planes = torch.arange(8, device=device) * 2, torch.ones(2, 1, 1, 1, 16, device=device)
+    try:
+        # Triton launches first, and compiles; then we do.
+        for plane in planes:
+            kernels.reset_scores(plane, slots)
+        alike = torch.equal(*planes)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a kernel ends with an error ({error}); H2O_TRITON_LAUNCHES=1 leaves all launches to Triton"
+        ) from error
+    if not alike:
+        logger.warning(
+            "h2o: our launch of a kernel differs from Triton's, which launches all kernels now"
+        )
+        leave_to_triton()
 
 
 def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:

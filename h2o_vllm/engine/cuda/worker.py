@@ -32,7 +32,7 @@ from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant
-from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.engine.cuda.warmup import check_launches, warm_up
 from h2o_vllm.engine.support.check import config_of
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker.worker import EvictingWorker
@@ -145,6 +145,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def compile_or_warm_up_model(self) -> Any:
         """As the base class, but compiles our kernels first, and then checks that the graphs hold them."""
         state = self._bound_state()
+        check_launches(self.device)
         warm_up(state, self._first_layer, self.model_config.dtype)
         times = super().compile_or_warm_up_model()
         self._check_graphs(state)

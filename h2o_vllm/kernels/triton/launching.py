@@ -10,12 +10,15 @@ goes through Triton, which returns the compiled kernel; the following ones call 
 What a compiled kernel is called by is in no documentation of Triton. ``CompiledKernel.__getitem__`` makes
 the same call, with the same arguments, in 3.6 to 3.9; with other versions each launch goes through Triton. A
 pointer may be given as a number in all of them. Triton's own hooks (``launch_enter_hook``, for its profiler
-Proton) do not see these launches; CUDA's profilers do. Worker process.
+Proton) do not see these launches; CUDA's profilers do. ``H2O_TRITON_LAUNCHES=1`` leaves all launches to
+Triton, and so does a start that finds ours wrong (:func:`leave_to_triton`). Worker process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -58,6 +61,13 @@ class _Bound:
 
 
 _bound: dict[tuple[int, Hashable], _Bound] = {}
+_binding = SimpleNamespace(allowed=os.environ.get("H2O_TRITON_LAUNCHES") != "1")
+
+
+def leave_to_triton() -> None:
+    """Launch through Triton from now on."""
+    _binding.allowed = False
+    _bound.clear()
 
 
 def launch(
@@ -93,7 +103,7 @@ def through_triton(
     """Launch through Triton, and bind what it returns to the form."""
     compiled = kernel[grid](*args, **constants)
     # The interpreter compiles nothing.
-    if compiled is None or not triton.__version__.startswith(_VERSIONS):
+    if not _binding.allowed or compiled is None or not triton.__version__.startswith(_VERSIONS):
         return
     if aligned(args):
         ordered = [constants[name] for name in kernel.arg_names[len(args) :]]

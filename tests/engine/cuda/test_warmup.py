@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.engine.cuda.warmup import warm_up
+from h2o_vllm.engine.cuda import warmup
+from h2o_vllm.engine.cuda.warmup import check_launches, warm_up
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 from tests.engine.cuda.fake_gpu import fake_gpu
 from tests.engine.cuda.fake_kernels import FP8
@@ -39,3 +41,29 @@ def test_warming_up_leaves_no_trace(
         assert not gpu.state.scores.any()
     fp8 = kv_dtype == "fp8"
     assert seen == [(FP8 if fp8 else torch.float32, (2, HEADS, SIZE), [fp8, fp8])]
+
+
+def test_our_launch_is_compared_with_tritons_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(warmup, "leave_to_triton", lambda: left.append(True))
+    check_launches("cpu")
+    assert not left
+    reset, launched = kernels.reset_scores, []
+
+    def second_does_nothing(scores: torch.Tensor, slots: torch.Tensor) -> None:
+        launched.append(scores)
+        if len(launched) == 1:
+            reset(scores, slots)
+
+    monkeypatch.setattr(kernels, "reset_scores", second_does_nothing)
+    check_launches("cpu")
+    assert left == [True]
+
+    def faults(*_: torch.Tensor) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(kernels, "reset_scores", faults)
+    with pytest.raises(ConfigError, match=r"illegal memory access.*H2O_TRITON_LAUNCHES=1"):
+        check_launches("cpu")

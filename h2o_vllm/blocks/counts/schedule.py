@@ -102,6 +102,13 @@ class Schedule(ABC):
             total: the most tokens that the request can have at its end.
         """
 
+    def check_served(self, others: Sequence[OtherGroup]) -> None:  # noqa: B027 - most are served
+        """Check that the request can be served in a pool of any size, beside ``others``.
+
+        Raises:
+            BudgetError: it cannot.
+        """
+
     def check_fits(
         self,
         pool: int,
@@ -120,8 +127,10 @@ class Schedule(ABC):
             ahead: tokens after those of a step that have slots as well: a drafter's own KV goes there.
 
         Raises:
-            BudgetError: the pool is too small; a smaller budget, bound or answer may fit.
+            BudgetError: the pool is too small, and a smaller budget, bound or answer may fit; or as
+                :meth:`check_served`.
         """
+        self.check_served(others)
         most = max_model_len if max_tokens is None else max_tokens
         needed = self.needed_blocks(most + drafts, max_model_len)
         longest = math.ceil(max_model_len / self.block_size)

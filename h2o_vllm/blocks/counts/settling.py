@@ -139,19 +139,8 @@ class SettlingSchedule(Schedule):
         prompt = min(self.prompt_tokens, total)
         return self.peak_tokens(prompt) if self.can_evict(prompt) else 0
 
-    def check_fits(
-        self,
-        pool: int,
-        max_tokens: int | None,
-        max_model_len: int,
-        others: Sequence[OtherGroup] = (),
-        drafts: int = 0,
-        ahead: int = 0,
-    ) -> None:
-        """As the base class; refuses models with other groups, whose blocks have no keys with a lineage.
-
-        Also refuses segments of too few blocks.
-        """
+    def check_served(self, others: Sequence[OtherGroup]) -> None:
+        """As the base class: no other groups, whose blocks have no keys with a lineage; no short segments."""
         accepted = ""
         if others:
             accepted = "0 for a model with windows, chunks or states beside full attention"
@@ -159,7 +148,6 @@ class SettlingSchedule(Schedule):
             accepted = f"0 or larger: {self.too_small_because}"
         if accepted:
             raise BudgetError(self.bounded_by, self.bound, accepted)
-        super().check_fits(pool, max_tokens, max_model_len, others, drafts, ahead)
 
     def lineage(self) -> bytes:
         """Digest of all that KV after the first settled segment depends on, except its tokens: 32 bytes."""

@@ -130,22 +130,6 @@ def test_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
 
 
-def test_unusable_cache_directory_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
-        prepared(tmp_path / "file" / "model", never)
-
-
-def test_failing_conversion_leaves_nothing(tmp_path: Path) -> None:
-    def convert(target: Path) -> None:
-        write_one_file(target)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        prepared(tmp_path / "model", convert)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.lock"]
-
-
 @pytest.mark.parametrize("constant", ["PACKAGE", "GGUF_FILE"])
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, constant: str) -> None:
     monkeypatch.setattr(default, constant, "not_there")

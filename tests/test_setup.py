@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.kernels.cpu import COST
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -149,19 +147,6 @@ def test_failing_step_shows_the_end_of_its_log(checkout: Path) -> None:
     assert done.returncode != 0
     assert "the reason" in done.stderr
     assert "doing a thing failed" in done.stderr
-
-
-def warned(checkout: Path, path: Path, device: str = "cpu", **environment: str) -> str:
-    done = bash(checkout, f'PATH="{path}"; warn_without_compiler {device}', **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def test_a_missing_compiler_is_said_and_what_it_costs(checkout: Path, tmp_path: Path) -> None:
-    said = warned(checkout, tmp_path, CXX="")
-    assert "there is no g++" in said
-    assert COST in said
-    assert "apt install g++" in said
 
 
 def test_uv_uses_the_index_pip_is_configured_for(checkout: Path, tmp_path: Path) -> None:

@@ -15,19 +15,7 @@ StartMock = Callable[..., str]
 
 # Each set of options is a process, and a second: tests share them where they can.
 TIMED = ("--ttft-ms", "150", "--itl-ms", "20")
-FAST = ("--ttft-ms", "5", "--itl-ms", "1", "--chars-per-token", "7")
-BROKEN = (
-    "--ttft-ms",
-    "5",
-    "--itl-ms",
-    "1",
-    "--error-rate",
-    "0.5",
-    "--cut-rate",
-    "1",
-    "--seed",
-    "3",
-)
+FAST = ("--ttft-ms", "5", "--itl-ms", "1")
 ONE_PLACE = (*TIMED, "--max-running", "1")
 
 

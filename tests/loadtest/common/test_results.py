@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.common.results import RESULTS, append_rows, read_rows, result_path
+from loadtest.common.results import RESULTS, append_rows, read_rows
 
 
 def test_a_line_that_was_cut_off_swallows_no_row(tmp_path: Path) -> None:
@@ -17,12 +17,6 @@ def test_a_line_that_was_cut_off_swallows_no_row(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"b": ')
     append_rows(path, [{"c": 3}])
     assert read_rows(path) == [{"a": 1}, {"c": 3}]
-
-
-def test_a_file_has_its_name_or_its_date(tmp_path: Path) -> None:
-    assert result_path("soak", tmp_path, "mine") == tmp_path / "mine.jsonl"
-    assert result_path("soak").parent == RESULTS and not RESULTS.is_absolute()
-    assert result_path("soak").name.startswith("soak-20")
 
 
 def published(pattern: str) -> Path:

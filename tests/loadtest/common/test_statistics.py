@@ -16,14 +16,6 @@ def test_percentile_is_numpys(values: list[float], share: float) -> None:
     assert percentile(values, share) == pytest.approx(np.percentile(values, 100 * share), abs=1e-6)
 
 
-def test_an_interval_holds_its_value_and_narrows_with_samples() -> None:
-    few, many = mean([1.0, 2.0, 3.0, 6.0]), mean([1.0, 2.0, 3.0, 6.0] * 25)
-    assert few.value == many.value == 3.0
-    assert few.low < many.low < 3.0 < many.high < few.high
-    assert (few.samples, many.samples) == (4, 100)
-    assert mean([2.0, 2.0])[:3] == (2.0, 2.0, 2.0)
-
-
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     source = np.random.default_rng(0)
     figures = [mean(source.normal(size=40).tolist()) for _ in range(100)]

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from loadtest.engine.run import Recorder, full_step, serve, summary
+from loadtest.engine.run import Recorder, serve, summary
 from loadtest.engine.workloads import Chat, Workload
 
 
@@ -70,16 +70,6 @@ def test_all_answers_count_and_a_turn_goes_on_from_the_one_before(
     found = serve(engine, [Chat([1, 2, 3], [[7, 8]], [], None)], talk, 3)
     assert engine.prompts[2:] == [[1, 2, 3], [1, 2, 3, 0, 1, 2, 7, 8]]
     assert found["tok_per_s"] * found["wall_s"] == pytest.approx(6)
-
-
-def test_the_clock_starts_behind_a_step_that_had_no_room_for_others() -> None:
-    engine: Any = Echo(step_tokens=250)
-    # The pool's half would hold 200 tokens, a prompt at most 99.
-    assert [len(prompt) for prompt in full_step(engine, [1, 2, 3])] == [99, 99, 2]
-    engine = Echo(pool_blocks=1000, step_tokens=250)
-    prompts = full_step(engine, [1, 2, 3])
-    assert sum(map(len, prompts)) == 250
-    assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
 
 
 def test_drafts_that_are_accepted_are_counted_by_the_step() -> None:

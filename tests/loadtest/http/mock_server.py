@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 MODEL = "mock"
 WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")
@@ -34,51 +33,34 @@ class MockSettings:
     Attributes:
         port: 0 takes a free one and prints it.
         ttft_ms, itl_ms: from a request's start to its first token, and between two tokens.
-        chars_per_token: how prompts are counted.
         max_running: requests worked on at once; others wait; 0: no limit.
-        error_rate, cut_rate: share of requests answered with a 500, and of streams that break off half-way.
-        seed: of errors and cuts.
     """
 
     port: int = 0
     ttft_ms: float = 100.0
     itl_ms: float = 10.0
-    chars_per_token: float = 4.0
     max_running: int = 0
-    error_rate: float = 0.0
-    cut_rate: float = 0.0
-    seed: int = 0
 
 
 class Mock:
-    """One server: its random numbers and its places."""
+    """One server and its places."""
 
     def __init__(self, settings: MockSettings) -> None:
         self.settings = settings
-        self.random = random.Random(settings.seed)
         self.places = asyncio.Semaphore(settings.max_running or sys.maxsize)
 
     def count(self, prompt: Any) -> int:
-        """Tokens of a prompt, by the length of its text."""
+        """Tokens of a prompt: four characters each."""
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        return max(1, round(len(text) / self.settings.chars_per_token))
+        return max(1, len(text) // 4)
 
     async def answer(self, body: dict[str, Any], *, chat: bool) -> Any:
-        """An answer's stream, or an error."""
-        if self.random.random() < self.settings.error_rate:
-            return _error(500, "the mock was told to fail")
-        budget = body.get("kv_budget", 1.0)
-        if not 0 < budget <= 1:
-            return _error(400, f"kv_budget: got {budget}")
-        return StreamingResponse(
-            self.events(body, budget, chat=chat), media_type="text/event-stream"
-        )
+        """An answer's stream."""
+        return StreamingResponse(self.events(body, chat=chat), media_type="text/event-stream")
 
-    async def events(
-        self, body: dict[str, Any], budget: float, *, chat: bool
-    ) -> AsyncIterator[bytes]:
-        """A cut one ends, as a connection does, in the middle of an event."""
-        tokens, cut = body["max_tokens"], self.random.random() < self.settings.cut_rate
+    async def events(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
+        """Role, tokens, usage and report, each at its time."""
+        tokens, budget = body["max_tokens"], body.get("kv_budget", 1.0)
         async with self.places:
             due = time.monotonic() + self.settings.ttft_ms / 1000
             if chat:
@@ -89,11 +71,7 @@ class Mock:
                 word = WORDS[number % len(WORDS)]
                 choice: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
                 choice["finish_reason"] = "length" if number == tokens - 1 else None
-                event = _event({"choices": [choice]})
-                if cut and number >= tokens // 2:
-                    yield event[: len(event) // 2]
-                    return
-                yield event
+                yield _event({"choices": [choice]})
         prompt = self.count(body["messages"] if chat else body["prompt"])
         # KV of the last token is never computed.
         seen = prompt + tokens - 1
@@ -128,10 +106,6 @@ def build_app(settings: MockSettings) -> FastAPI:
 
 def _event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "code": status}}, status)
 
 
 def main() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.quality.generation import GenerationRequest
 from loadtest.quality.lines import FULL, Point, parse_line, points
-from loadtest.quality.measures import MEASURES, Sample
+from loadtest.quality.measures import MEASURES
 from loadtest.quality.rows import Row, latest, read_rows
 from loadtest.quality.runner import plan
 from tests.loadtest.quality.quality_words import SIZES, Words, run
@@ -61,13 +60,3 @@ def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
     wanted = points([parse_line("h2o")], (0.2,))
     todo = plan(wanted, samples, measures, known)
     assert todo.run(Words(), lambda _: None, known) == 3 * 5
-
-
-def test_a_sample_is_asked_alike_of_every_policy(tmp_path: Path) -> None:
-    model = Words()
-    run(tmp_path / "rows.jsonl", model, ["h2o", "window", "random"], (0.2, 0.1))
-    requests: dict[str, set[GenerationRequest]] = {}
-    for task in model.requests:
-        sample: Sample = task.tag.sample
-        requests.setdefault(sample.name, set()).add(task.request)
-    assert all(len(some) == 1 for some in requests.values())

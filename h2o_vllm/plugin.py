@@ -69,8 +69,8 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         from vllm.platforms import current_platform
 
         from h2o_vllm.calibration.file import check_exists
-        from h2o_vllm.engine.support import exact
-        from h2o_vllm.engine.support.version import check_vllm_version
+        from h2o_vllm.engine.support.check import check_vllm_version
+        from h2o_vllm.engine.support.drafts import DRAFTER
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")
@@ -104,7 +104,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
     if config.exact_drafts:
         args["speculative_config"] = {
             "method": "custom_class",
-            "model": exact.DRAFTER,
+            "model": DRAFTER,
             "num_speculative_tokens": config.exact_drafts,
         }
     if device == "cuda":

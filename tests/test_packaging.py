@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import h2o_vllm
-from h2o_vllm.engine.support.version import supported_versions
+from h2o_vllm.engine.support.check import VERSIONS
 from tests.wheels import build, copy_project
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,7 @@ def test_support_names_the_versions_of_vllm_that_start() -> None:
     release = ".".join(h2o_vllm.__version__.split(".")[:2])
     (row,) = re.findall(rf"^\| {re.escape(release)} \| (.*) \| (.*) \|$", text, re.MULTILINE)
     for device, named in zip(("cpu", "cuda"), row, strict=True):
-        (major, low), (_, high) = supported_versions(device)
+        (major, low), (_, high) = VERSIONS[device]
         assert named == ", ".join(f"{major}.{minor}" for minor in range(low, high)), device
 
 

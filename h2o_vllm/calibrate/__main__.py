@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = ", ".join(str(path) for path in args.texts) or SOURCE
         # All of it: vLLM imports its models when it loads one.
         with dependencies.imports():
-            from h2o_vllm.calibrate.run import calibrate
+            from h2o_vllm.calibrate.run import calibrate, engine_options
 
-            calibrate(_engine(args.model, others), args.output, texts, source, args.pieces)
+            engine = engine_options(PROG, args.model, others)
+            calibrate(engine, args.output, texts, source, args.pieces)
     except ConfigError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 2
@@ -65,22 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(args.output)
     return 0
-
-
-def _engine(model: str | None, others: Sequence[str]) -> dict[str, object]:
-    """Those arguments of vLLM's ``LLM`` that the command line has."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from h2o_vllm.models import default_model_dir
-
-    parser = FlexibleArgumentParser(prog=PROG, add_help=False, usage="%(prog)s --help")
-    EngineArgs.add_cli_args(parser)
-    unnamed = object()
-    parser.set_defaults(**dict.fromkeys(vars(parser.parse_args([])), unnamed))
-    named = vars(parser.parse_args(list(others)))
-    given = {name: value for name, value in named.items() if value is not unnamed}
-    return {**given, "model": model or str(default_model_dir())}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,22 @@ LEAST = 2 * LENGTH
 """Fewest tokens to learn from: a head has hundreds of weights."""
 
 
+def engine_options(prog: str, model: str | None, others: Sequence[str]) -> dict[str, object]:
+    """Those arguments of vLLM's ``LLM`` that the command line of ``prog`` has."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from h2o_vllm.models import default_model_dir
+
+    parser = FlexibleArgumentParser(prog=prog, add_help=False, usage="%(prog)s --help")
+    EngineArgs.add_cli_args(parser)
+    unnamed = object()
+    parser.set_defaults(**dict.fromkeys(vars(parser.parse_args([])), unnamed))
+    named = vars(parser.parse_args(list(others)))
+    given = {name: value for name, value in named.items() if value is not unnamed}
+    return {**given, "model": model or str(default_model_dir())}
+
+
 def calibrate(
     engine: Mapping[str, Any], output: Path, texts: Sequence[str], source: str, most: int = PIECES
 ) -> None:

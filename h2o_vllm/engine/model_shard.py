@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the model in one worker: the layers of its stage, the KV heads of its rank. Worker process."""
+"""The part of the model in one worker: its stage's layers, its rank's KV heads. Worker process; no vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.parallel_state import get_pp_group
 
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.fresh import head_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-Own = TypeVar("Own")
-
-
-def of_all_stages(own: Own, stages: int) -> list[Own]:
-    """Gather a small object from every pipeline stage, in order. All stages must call it.
-
-    The hosts exchange it over the network: it is for few bytes.
-    """
-    if stages == 1:
-        return [own]
-    everything: list[Own] = [own] * stages
-    torch.distributed.all_gather_object(everything, own, group=get_pp_group().cpu_group)
-    return everything
 
 
 @dataclass(frozen=True)

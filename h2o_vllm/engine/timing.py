@@ -16,15 +16,13 @@ from h2o_vllm.engine.output_attributes import with_attribute
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm.v1.outputs import ModelRunnerOutput
-
     from h2o_vllm.blocks.plan import Eviction
 
 ATTRIBUTE = "h2o_eviction_seconds"
 
 
-def eviction_seconds(output: ModelRunnerOutput) -> float | None:
-    """The seconds from :class:`EvictionTimer`; ``None`` if the step evicted nothing or they are unknown."""
+def eviction_seconds(output: object) -> float | None:
+    """The seconds in a step's output; ``None`` if the step evicted nothing or they are unknown."""
     seconds: float | None = getattr(output, ATTRIBUTE, None)
     return seconds
 

@@ -20,14 +20,12 @@ from h2o_vllm.kernels.lanes import own_lanes
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from vllm.v1.outputs import ModelRunnerOutput
-
     from h2o_vllm.blocks.plan import Eviction, EvictionParams
 
 ATTRIBUTE = "h2o_traced_evictions"
 
 
-def traced_evictions(output: ModelRunnerOutput) -> tuple[TracedEviction, ...]:
+def traced_evictions(output: object) -> tuple[TracedEviction, ...]:
     """What :class:`TraceRecorder` attached to a step's output."""
     evictions: tuple[TracedEviction, ...] = getattr(output, ATTRIBUTE, ())
     return evictions

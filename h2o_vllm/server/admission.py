@@ -26,7 +26,7 @@ from h2o_vllm.blocks.counts.trace import check_traceable
 from h2o_vllm.config.keys import REPORT_KEY
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
-from h2o_vllm.engine.support.drafting import drafts_of_step
+from h2o_vllm.engine.support.drafts import drafts_of_step
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.system_prefix import NO_ROLES, SystemPrefix

@@ -23,7 +23,7 @@ from h2o_vllm.config.fields import Field as Row
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import HEADS, MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
-from h2o_vllm.engine.support.version import supported_versions
+from h2o_vllm.engine.support.check import VERSIONS
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.admission import attention_block_size
 from h2o_vllm.server.openapi import describe_fields, kind_of
@@ -160,7 +160,7 @@ def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> N
 def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
     cache, parallel = engine.cache_config, engine.parallel_config
     device = engine.device_config.device_type
-    low, high = supported_versions(device)
+    low, high = VERSIONS[device]
     # vLLM sums them over the data-parallel engines.
     blocks, engines = cache.num_gpu_blocks, parallel.data_parallel_size
     block_size = attention_block_size(engine)

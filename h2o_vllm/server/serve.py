@@ -10,19 +10,21 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args, init_logger
+from vllm.platforms import current_platform
 
 from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import start_log
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import engine_death, launch, middleware, playground
+from h2o_vllm.server import engine_death, launch, middleware
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -94,9 +96,9 @@ def prepare(
     _refuse_other_frontends(args)
     if not 0 <= args.port <= LAST_PORT:
         raise ConfigError(f"--port {args.port}: must be 0 to {LAST_PORT}")
-    if args.kv_playground:
-        workers = args.tensor_parallel_size * args.pipeline_parallel_size
-        config = playground.with_traces(config, workers)
+    workers = args.tensor_parallel_size * args.pipeline_parallel_size
+    if args.kv_playground and current_platform.device_type == "cpu" and workers == 1:
+        config = replace(config, kv_trace=True)
     embedded = args.model_tag is None and args.model is None
     _set_engine_args(args, parser, config)
     if MIDDLEWARE not in args.middleware:

@@ -19,8 +19,7 @@ from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
-from h2o_vllm.engine.support import version
-from h2o_vllm.engine.support.check import check_supported, config_of
+from h2o_vllm.engine.support.check import check_supported, check_vllm_version, config_of
 from h2o_vllm.engine.support.everywhere import SCHEDULER_CLS, is_our_scheduler
 from h2o_vllm.engine.worker.binding import (
     check_evictable,
@@ -121,7 +120,7 @@ def test_another_vllm_is_refused(
 ) -> None:
     monkeypatch.setattr("vllm.version.__version_tuple__", installed)
     with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
-        version.check_vllm_version("cpu")
+        check_vllm_version("cpu")
     with pytest.raises(ConfigError, match=r"supports vLLM >= 0\.32"):
         engine_args()
 
@@ -139,9 +138,9 @@ def test_a_dependency_that_cannot_be_imported_is_named(monkeypatch: pytest.Monke
 
 def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version_tuple__", (0, 33, 0))
-    version.check_vllm_version("cuda")
+    check_vllm_version("cuda")
     with pytest.raises(ConfigError, match=r"< 0\.33 on cpu"):
-        version.check_vllm_version("cpu")
+        check_vllm_version("cpu")
 
 
 def test_sliding_windows_are_left_alone() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_vllm.engine import model_shard
-from h2o_vllm.engine.model_shard import ModelShard, of_all_stages
-from h2o_vllm.engine.support.heads import evictable_kv_heads
+from h2o_vllm.engine.model_shard import ModelShard
+from h2o_vllm.engine.support.refusal import evictable_kv_heads
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.policy.fresh import head_number
 
@@ -50,18 +49,6 @@ def test_law11_each_stage_counts_its_layers_from_its_own_first() -> None:
 def test_law09_a_rank_with_other_heads_than_it_should_have_does_not_start() -> None:
     with pytest.raises(ConfigError, match="expected 2 of the model's 8 KV heads on each of 4"):
         ModelShard.of(0, 4, 8, 1, 0, [(2, {})])
-
-
-def test_stages_tell_each_other_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of_all_stages("alone", 1) == ["alone"]
-
-    def gather(into: list[str], own: str, group: object) -> None:
-        assert own == "mine" and group == "hosts"
-        into[:] = ["first", "mine"]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(model_shard, "get_pp_group", lambda: SimpleNamespace(cpu_group="hosts"))
-    assert of_all_stages("mine", 2) == ["first", "mine"]
 
 
 def test_heads_are_those_of_full_attention() -> None:

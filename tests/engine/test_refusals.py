@@ -13,7 +13,7 @@ from vllm.model_executor.models import registry
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2, NAMED
 from h2o_vllm.engine.support.check import DEVICES, REFUSALS, check_supported
-from h2o_vllm.engine.support.drafting import WITH_KV, WITHOUT_KV
+from h2o_vllm.engine.support.drafts import WITH_KV, WITHOUT_KV
 from h2o_vllm.engine.support.page import PAGE, written
 from h2o_vllm.engine.support.refusal import Refusal
 from h2o_vllm.errors import ConfigError

@@ -114,15 +114,13 @@ def test_flash_attention_takes_what_we_give_it() -> None:
     (function,) = [one for one in functions if one.name == "flash_attn_varlen_func"]
     taken = {argument.arg for argument in function.args.args}
     ours = Path(importlib.util.find_spec("h2o_vllm").submodule_search_locations[0])
-    for name in ("backends.py", "flash_warmup.py"):
-        (call,) = [
-            node
-            for node in ast.walk(ast.parse((ours / "engine" / "cuda" / name).read_text()))
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("flash_attn_varlen_func")
-        ]
-        given = {keyword.arg for keyword in call.keywords}
-        assert {"return_softmax_lse", "q_descale"} <= given <= taken
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse((ours / "engine" / "cuda" / "backends.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("flash_attn_varlen_func")
+    ]
+    given = {keyword.arg for keyword in call.keywords}
+    assert {"return_softmax_lse", "q_descale"} <= given <= taken
 
 
 def test_layers_have_the_scales_of_8_bit_kv() -> None:

@@ -14,12 +14,11 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from h2o_vllm.blocks.counts.schedule import OtherGroup
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
 from h2o_vllm.models import default_model_dir
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.server.playground import page, with_traces
+from h2o_vllm.server.playground import page
 from h2o_vllm.server.playground.pieces import pieces_of
 from tests.server.vllm_like import Engine, build, client_of, lifespan, post
 
@@ -45,20 +44,6 @@ async def get(app: FastAPI, path: str, **headers: str) -> httpx.Response:
 
 def basic(user_and_password: str) -> str:
     return f"Basic {base64.b64encode(user_and_password.encode()).decode()}"
-
-
-@pytest.mark.parametrize(
-    ("device", "workers", "traces"),
-    [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)],
-)
-def test_the_page_brings_traces_where_the_engine_would_start_with_them(
-    monkeypatch: pytest.MonkeyPatch, device: str, workers: int, traces: bool
-) -> None:
-    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=device))
-    assert with_traces(H2OConfig(), workers).kv_trace is traces
-    assert with_traces(H2OConfig(kv_trace=True), workers).kv_trace, (
-        "asked for: the engine says why not"
-    )
 
 
 @pytest.mark.asyncio

@@ -87,8 +87,10 @@ class TestPrepare:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False
         for flag in ("--kv-trace", "--kv-playground"):
             assert self.prepared(flag).additional_config["h2o"]["kv_trace"] is True
-        args = self.prepared("--kv-playground", "--no-kv-playground")
-        assert args.additional_config["h2o"]["kv_trace"] is False
+        # Where the engine would not start with them, only if they are asked for.
+        for more in (("--no-kv-playground",), ("--tensor-parallel-size", "2")):
+            args = self.prepared("--kv-playground", *more)
+            assert args.additional_config["h2o"]["kv_trace"] is False
 
     def test_no_model_means_the_embedded_one_and_any_other_is_passed_on(self) -> None:
         from vllm import EngineArgs

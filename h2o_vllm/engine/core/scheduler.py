@@ -29,13 +29,7 @@ from h2o_vllm.engine.core.parallel_choices import ChoiceReports
 from h2o_vllm.engine.core.parent_watch import end_with_parent
 from h2o_vllm.engine.core.rejections import Rejections
 from h2o_vllm.engine.support.check import check_supported, config_of
-from h2o_vllm.engine.support.drafting import (
-    count_drafts,
-    drafter_has_kv,
-    drafts_of_step,
-    drop_drafts,
-)
-from h2o_vllm.engine.support.exact import draft_view
+from h2o_vllm.engine.support.drafts import draft_view, drafter_has_kv, drafts_of_step
 from h2o_vllm.engine.timing import eviction_seconds
 from h2o_vllm.engine.trace import traced_evictions
 from h2o_vllm.errors import BudgetError, ConfigError
@@ -204,7 +198,7 @@ class H2OScheduler(LimitingScheduler):
             self._meter.eviction_took(eviction_seconds(model_runner_output))
         if self._traces is not None:
             self._traces.note(traced_evictions(model_runner_output))
-        count_drafts(self.blocks, scheduler_output, model_runner_output)
+        self._count_drafts(scheduler_output, model_runner_output)
         if self.enable_kv_cache_events:
             # The base class publishes them.
             self.blocks.settled.drop_events()
@@ -216,10 +210,25 @@ class H2OScheduler(LimitingScheduler):
         self._reports.clear()
         return outputs
 
+    def _count_drafts(self, planned: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Count the drafts of each request that a step computed and accepted."""
+        for request_id, drafts in planned.scheduled_spec_decode_tokens.items():
+            state = self.blocks.eviction_state(request_id)
+            if state is not None:
+                sampled = output.sampled_token_ids[output.req_id_to_index[request_id]]
+                # The last sampled token is not a draft.
+                state.drafts.verified(len(drafts), max(0, len(sampled) - 1))
+
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """As the base class; without the drafts by ``ngram`` of requests for which they do not pay."""
         super().update_draft_token_ids(draft_token_ids)
-        drop_drafts(self, self.blocks, draft_token_ids.req_ids)
+        speculative = self.vllm_config.speculative_config
+        if speculative is None or speculative.method != "ngram":
+            return
+        for request_id in draft_token_ids.req_ids:
+            request, state = self.requests.get(request_id), self.blocks.eviction_state(request_id)
+            if request and state and request.spec_token_ids and not state.drafts.pay():
+                request.spec_token_ids = []
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """As the base class; also carries our counts to :mod:`h2o_vllm.metrics.stat_logger`."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,6 +32,10 @@ FLASH_VERSIONS = (2, 3, 4)
 For rows of length 0, versions 2 and 3 write zeros. Version 4 may write anything, NaN included: our decode
 kernel runs after it and writes each such row.
 """
+
+
+_TILE = 128
+"""Queries times q heads per KV head of one tile of FlashAttention 4."""
 
 
 class ScoringBackend:
@@ -101,18 +106,52 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
         FlashAttention 3 includes sinks in the LSE (``finalize_aux`` in its ``softmax.h``). With version 2
         vLLM refuses sinks.
         """
-        stock = batch.stock
-        assert stock is not None
+        assert batch.stock is not None
+        return self._attend_with_lse(call.layer, call.query, call.output, batch.stock)
+
+    def warm_up(self, layer: Any, query_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        """Compile the variants of FlashAttention 4 that only we call: those with the log-sum-exp.
+
+        vLLM contains compiled versions 2 and 3. Version 4 compiles a variant at its first call, which takes
+        seconds: the first scored prompt would stall all requests. One tile and two are different variants, as
+        are whole rows and split rows. Reads the null block, and writes only temporary tensors.
+
+        Args:
+            query_dtype, dtype: dtypes of queries and of outputs.
+        """
+        if self.vllm_flash_attn_version != 4:
+            return
+        _, block_size, kv_heads, size = self._paged_views[0].shape
+        device = self._paged_views[0].device
+        for queries in (1, _TILE // (self.num_heads // kv_heads) + 1):
+            out = torch.zeros(queries, self.num_heads, size, dtype=dtype, device=device)
+            blocks = -(-queries // block_size)
+            # Rows are split if they are few and ``max_seq_len`` is large.
+            for longest in (queries, 64 * _TILE):
+                stock = SimpleNamespace(
+                    query_start_loc=torch.tensor([0, queries], dtype=torch.int32, device=device),
+                    max_query_len=queries,
+                    seq_lens=torch.full((1,), queries, dtype=torch.int32, device=device),
+                    max_seq_len=longest,
+                    block_table=torch.zeros(1, blocks, dtype=torch.int32, device=device),
+                    scheduler_metadata=None,
+                    max_num_splits=0,
+                )
+                self._attend_with_lse(layer, out.to(query_dtype), out, stock)
+
+    def _attend_with_lse(
+        self, layer: Any, query: torch.Tensor, output: torch.Tensor, stock: Any
+    ) -> torch.Tensor:
         keys, values = self._paged_views
         # The kernels take one scale per row and KV head.
         shape = (stock.query_start_loc.shape[0] - 1, self.num_kv_heads)
-        scales = Scales.of(call.layer, call.query, keys)
+        scales = Scales.of(layer, query, keys)
         descales = [None if scale is None else scale.expand(shape) for scale in scales]
         _, lse = flash_attn.flash_attn_varlen_func(
-            q=call.query,
+            q=query,
             k=keys,
             v=values,
-            out=call.output,
+            out=output,
             cu_seqlens_q=stock.query_start_loc,
             max_seqlen_q=stock.max_query_len,
             seqused_k=stock.seq_lens,

@@ -6,14 +6,13 @@ Triton takes seconds per kernel. A kernel that is first called while serving wou
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.logger import init_logger
 
 from h2o_vllm.engine.cuda.backends import H2OFlashImpl
-from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
-from h2o_vllm.engine.cuda.impl import Scales, paged_views
+from h2o_vllm.engine.cuda.impl import Scales
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.launching import leave_to_triton
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Below "vllm", so that vLLM's logging configuration applies.
-logger = init_logger(f"vllm.{__name__}")
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def check_launches(device: torch.device | str) -> None:
@@ -89,5 +88,4 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     given = (query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing)
     kernels.prompt_lse(*given, scales.query, scales.key, softcap, sinks)
     if isinstance(layer.impl, H2OFlashImpl):
-        views = paged_views(keys, state.kv_layers.value_caches[0])
-        warm_up_flash(layer.impl, layer, *views, query.dtype, dtype)
+        layer.impl.warm_up(layer, query.dtype, dtype)

@@ -11,7 +11,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.choice import register_backend, warn_of_slower_attention
+from h2o_vllm.engine.cuda.choice import (
+    register_backend,
+    warn_of_batches_without_graphs,
+    warn_of_slower_attention,
+)
 from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
     runner_request_slots,
@@ -28,7 +32,6 @@ from h2o_vllm.engine.cuda.impl import (
     numbers_of,
 )
 from h2o_vllm.engine.cuda.slots import PolicySlots
-from h2o_vllm.engine.cuda.start_notes import warn_of_batches_without_graphs
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant

@@ -3,15 +3,11 @@
 
 ================= ===============================================================================
 ``check``         all rows in order, the check at start, our configuration with its limits
-``refusal``       the class of a row
+``refusal``       the class of a row; questions that rows ask of a configuration
 ``everywhere``    rows for all devices
 ``devices``       rows for CPUs, rows for GPUs
-``drafts``        rows for speculative decoding, on CPUs
-``exact``         rows for exact requests, on CPUs; their drafter, and what it gets of a request
+``drafts``        speculative decoding and exact requests: what is served, rows for CPUs
 ``page``          writes the rows into SUPPORT.md
 ``architectures`` the architectures that are refused by name, and the kinds with faults on CPUs
-``drafting``      the served methods of speculative decoding, and the slots of a drafter
-``heads``         number of KV heads in the evictable layers
-``version``       the supported versions of vLLM
 ================= ===============================================================================
 """

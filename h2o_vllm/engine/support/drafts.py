@@ -1,20 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals at start of speculative decoding on CPUs. Any process."""
+"""Speculative decoding and exact requests: what is served, and refusals at start on CPUs. Any process.
+
+The drafter of exact requests is :mod:`h2o_vllm.engine.cpu.exact`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.engine.support.drafting import WITH_KV, WITHOUT_KV, drafter_has_kv
-from h2o_vllm.engine.support.refusal import Refusal
+from h2o_vllm.blocks.plan import DraftView
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.engine.support.refusal import Refusal, own_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from h2o_vllm.blocks.counts.request_state import RequestState
+
+WITHOUT_KV = ("ngram", "suffix", "custom_class")
+"""Methods without KV: their drafters only read tokens."""
+
+WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose drafters have attention layers, and draft one token at a time."""
+
+DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
+"""Path of the drafter: ``speculative_config["model"]`` of method ``custom_class``."""
+
 _NOT_TESTED = "not tested with evictions"
 _DRAFTS = {"speculative_config.method": "ngram"}
 _WITH_KV = {"speculative_config.method": "mtp"}
+_EXACT = {
+    "additional_config": {CONFIG_KEY: {"kv_exact_drafts": 4}},
+    "speculative_config.method": "custom_class",
+    "speculative_config.model": DRAFTER,
+}
+
+
+def drafter_has_kv(config: VllmConfig) -> bool:
+    """Whether the engine has a drafter with KV."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method in WITH_KV
+
+
+def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
+    """Most drafts per request and step, and most slots after them that the drafter uses.
+
+    The second number is vLLM's ``num_lookahead_tokens`` (0.32) for these methods.
+    """
+    drafts: int = config.num_speculative_tokens
+    return drafts, drafts if drafter_has_kv(config) else 0
+
+
+def asks_for_exact(config: VllmConfig) -> bool:
+    """Whether requests may be exact."""
+    return bool(own_option(config, "kv_exact") or own_option(config, "kv_exact_drafts"))
+
+
+def draft_view(state: RequestState) -> DraftView | None:
+    """What the worker gets with an exact request; ``None`` for other requests."""
+    budget = state.budget
+    return DraftView(state.prompt_tokens, budget.fraction, budget.tokens) if budget.exact else None
 
 
 def _most_tokens(config: VllmConfig) -> int:
@@ -30,8 +76,8 @@ def _drafting(
     because: str,
     refused: Callable[[VllmConfig], bool],
     example: Mapping[str, Any],
-    instead: str = "",
-    value: Callable[[VllmConfig], object] | None = None,
+    *more: Any,
+    **named: Any,
 ) -> Refusal:
     return Refusal(
         "cpu",
@@ -39,8 +85,20 @@ def _drafting(
         because,
         lambda config: config.speculative_config is not None and refused(config),
         example,
-        instead,
-        value,
+        *more,
+        **named,
+    )
+
+
+def _exact(
+    option: str, because: str, refused: Callable[[VllmConfig], bool], path: str, to: Any
+) -> Refusal:
+    return Refusal(
+        "cpu",
+        f"--kv-exact and --kv-exact-drafts {option}",
+        because,
+        lambda config: asks_for_exact(config) and refused(config),
+        {**_EXACT, path: to},
     )
 
 
@@ -106,5 +164,35 @@ ON_CPU = (
         ),
         {**_WITH_KV, "speculative_config.kv_cache_dtype": "fp8"},
         "Leave it out",
+    ),
+    _exact(
+        "without our drafter",
+        "build the arguments with h2o_vllm.engine_args()",
+        lambda config: (
+            config.speculative_config is None or config.speculative_config.model != DRAFTER
+        ),
+        "speculative_config.model",
+        None,
+    ),
+    _exact(
+        "with tensor parallelism",
+        "only one process knows the next token of a draft",
+        lambda config: config.parallel_config.tensor_parallel_size > 1,
+        "parallel_config.tensor_parallel_size",
+        2,
+    ),
+    _exact(
+        "with LoRA adapters",
+        "vLLM sets them for the rows of its own steps",
+        lambda config: config.lora_config is not None,
+        "lora_config",
+        object(),
+    ),
+    _exact(
+        "for a model whose tokens have several positions each (M-RoPE)",
+        "not tested with evictions",
+        lambda config: config.model_config.uses_mrope,
+        "model_config.uses_mrope",
+        True,
     ),
 )

@@ -13,11 +13,9 @@ from h2o_vllm.config.keys import CONFIG_KEY, METRICS_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import resolve_for
-from h2o_vllm.engine.support.architectures import NAMED, is_one_of
-from h2o_vllm.engine.support.drafting import drafter_has_kv
-from h2o_vllm.engine.support.exact import asks_for_exact
-from h2o_vllm.engine.support.heads import evictable_kv_heads
-from h2o_vllm.engine.support.refusal import Refusal, own_option
+from h2o_vllm.engine.support.architectures import NAMED
+from h2o_vllm.engine.support.drafts import asks_for_exact, drafter_has_kv
+from h2o_vllm.engine.support.refusal import Refusal, evictable_kv_heads, is_one_of, own_option
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row: an option that the start refuses, and the reason. Any process; imports no vLLM."""
+"""One row: an option that the start refuses, and the reason; what rows ask of a configuration. Any process.
+
+Everything here reads vLLM's configuration; nothing else of vLLM is imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from h2o_vllm.config.keys import CONFIG_KEY
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,18 @@ class Refusal:
 def own_option(config: VllmConfig, name: str) -> Any:
     """The value of one of our options; ``None`` if it is not set."""
     return (config.additional_config or {}).get(CONFIG_KEY, {}).get(name)
+
+
+def is_one_of(config: VllmConfig, names: Collection[str]) -> bool:
+    """Whether the model has one of these architectures."""
+    return any(name in names for name in config.model_config.architectures)
+
+
+def evictable_kv_heads(model: ModelConfig) -> int:
+    """Number of KV heads of a full-attention layer in the whole model; layers with windows may differ."""
+    each = model.model_arch_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    full = [
+        each[at].total_num_kv_heads for at, kind in enumerate(kinds) if kind == "full_attention"
+    ]
+    return min(full, default=model.get_total_num_kv_heads())

@@ -31,10 +31,10 @@ from h2o_vllm.engine.compat import (
     runner_drafter_layers,
     runner_metadata_builders,
 )
-from h2o_vllm.engine.model_shard import ModelShard, of_all_stages
+from h2o_vllm.engine.model_shard import ModelShard
 from h2o_vllm.engine.support.check import check_supported
-from h2o_vllm.engine.support.drafting import drafter_has_kv
-from h2o_vllm.engine.support.heads import evictable_kv_heads
+from h2o_vllm.engine.support.drafts import drafter_has_kv
+from h2o_vllm.engine.support.refusal import evictable_kv_heads
 from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker.binding import (
     check_drafter,
@@ -255,7 +255,11 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         parallel = self.parallel_config
         ranks: int = parallel.tensor_parallel_size
         stages: int = parallel.pipeline_parallel_size
-        of_stages = of_all_stages((layers, model_norms(self.model_runner.get_model())), stages)
+        own = layers, model_norms(self.model_runner.get_model())
+        of_stages = [own] * stages
+        if stages > 1:
+            # The hosts exchange it over the network: it is a few bytes.
+            torch.distributed.all_gather_object(of_stages, own, group=get_pp_group().cpu_group)
         return ModelShard.of(
             get_tensor_model_parallel_rank(),
             ranks,

@@ -11,25 +11,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.routes import route_path
 
 PATH = "/h2o/"
-
-
-def with_traces(config: H2OConfig, workers: int) -> H2OConfig:
-    """``config`` with ``kv_trace`` where the engine supports it: on CPUs, with one worker.
-
-    Args:
-        workers: number of tensor- and pipeline-parallel workers.
-    """
-    from vllm.platforms import current_platform
-
-    starts = current_platform.device_type == "cpu" and workers == 1
-    return replace(config, kv_trace=True) if starts else config
 
 
 def attach(application: Any) -> None:

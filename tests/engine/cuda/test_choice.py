@@ -14,7 +14,6 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends import fa_utils, flash_attn
 
 from h2o_vllm.engine.cuda import backends, choice
-from h2o_vllm.engine.cuda.flash_warmup import warm_up_flash
 from h2o_vllm.errors import ConfigError
 
 pytestmark = pytest.mark.table
@@ -183,13 +182,17 @@ def test_the_forms_of_flash_attention_4_are_compiled_before_the_first_request(
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        flash_attn, "flash_attn_varlen_func", lambda **kwargs: calls.append(kwargs), raising=False
+        flash_attn,
+        "flash_attn_varlen_func",
+        lambda **kwargs: (None, calls.append(kwargs)),
+        raising=False,
     )
-    keys, values = torch.zeros(2, 4, 16, 2, 64).to(kv_dtype)
+    impl = bare_impl(version)
+    impl.num_kv_heads, impl._paged_views = 2, torch.zeros(2, 4, 16, 2, 64).to(kv_dtype).unbind()
     layer = SimpleNamespace(
         _q_scale=torch.ones(()), _k_scale=torch.ones(()), _v_scale=torch.ones(())
     )
-    warm_up_flash(bare_impl(version), layer, keys, values, kv_dtype, torch.bfloat16)
+    impl.warm_up(layer, kv_dtype, torch.bfloat16)
     if version != 4:
         assert not calls
         return

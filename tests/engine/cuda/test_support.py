@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
-from h2o_vllm.engine.cuda import backends, start_notes
+from h2o_vllm.engine.cuda import backends, choice
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
@@ -69,8 +69,8 @@ def test_batches_without_graphs_are_said_once(
         device_config=SimpleNamespace(device_type="cuda"),
         additional_config={"h2o": {}},
     )
-    with caplog.at_level("WARNING", start_notes.logger.name):
-        start_notes.warn_of_batches_without_graphs(config)
+    with caplog.at_level("WARNING", choice.logger.name):
+        choice.warn_of_batches_without_graphs(config)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (says is not None)
     assert all(says in line and "\n" not in line for line in lines if says)

@@ -14,17 +14,17 @@ class EngineLimits:
     """Why an engine cannot do something, as a refusal says it; empty: it can.
 
     Attributes:
-        kv_heads_equal_because: let heads share slots.
-        kv_settles_not_because: let segments settle.
-        kv_exact_not_because: serve exact requests.
-        kv_scores_not_because: let a policy collect attention.
-        kv_heads_slow: whether decoding is slower if heads share slots; equal heads are then the default.
+        equal_heads_reason: let heads share slots.
+        no_settling_reason: let segments settle.
+        no_exact_reason: serve exact requests.
+        no_scores_reason: let a policy collect attention.
+        shared_heads_slow: whether decoding is slower if heads share slots; equal heads are then the default.
             On an H200 our decode kernel takes 1.2 to 1.5 times as long as FlashAttention 3, which serves
             equal heads of policies that collect no attention.
     """
 
-    kv_heads_equal_because: str = ""
-    kv_settles_not_because: str = ""
-    kv_exact_not_because: str = ""
-    kv_scores_not_because: str = ""
-    kv_heads_slow: bool = False
+    equal_heads_reason: str = ""
+    no_settling_reason: str = ""
+    no_exact_reason: str = ""
+    no_scores_reason: str = ""
+    shared_heads_slow: bool = False

@@ -55,14 +55,14 @@ class H2OConfig(Settings):
         named = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request}
         # A server always has kv_budget; kv_budget_tokens overrides it.
         check_exclusions({name: value for name, value in named.items() if name != "kv_budget"})
-        if self.kv_settle_tokens and self.kv_settles_not_because:
-            accepted = f"0 here ({self.kv_settles_not_because})"
+        if self.kv_settle_tokens and self.no_settling_reason:
+            accepted = f"0 here ({self.no_settling_reason})"
             raise BudgetError("kv_settle_tokens", self.kv_settle_tokens, accepted)
         check_settle(self.kv_settle_tokens, default)
         if self.kv_heads is not None:
-            check_heads(self.kv_heads, default, self.kv_heads_equal_because)
+            check_heads(self.kv_heads, default, self.equal_heads_reason)
         if self.evicts_by_default or self.kv_prefill_tokens:
-            check_scores(default, self.kv_scores_not_because)
+            check_scores(default, self.no_scores_reason)
 
     def _check_limits(self) -> None:
         """Check that lower limits are below upper ones, and that the default budget lies within them."""
@@ -116,7 +116,7 @@ class H2OConfig(Settings):
         """Arguments of :func:`.joinable_ranks`: which policies a request may name."""
         return {
             "calibrated": self.calibrated,
-            "scored": not self.kv_scores_not_because,
+            "scored": not self.no_scores_reason,
         }
 
     @property
@@ -142,7 +142,7 @@ class H2OConfig(Settings):
             policy,
             calibrated=calibrated or self.calibrated,
             bounded=bool(prefill),
-            scored=not (settle or self.kv_scores_not_because),
+            scored=not (settle or self.no_scores_reason),
         )
 
     def policy_of(self, asked: Any, prefill: Any, settle: Any) -> Policy:
@@ -176,11 +176,11 @@ class H2OConfig(Settings):
 
     def heads_of(self, policy: Policy) -> str:
         """Default of ``kv_heads``: the server's option, otherwise the policy's, if sharing is fast."""
-        if self.kv_heads_equal_because or policy.equal_because:
+        if self.equal_heads_reason or policy.equal_heads_reason:
             return "equal"
         if self.kv_heads is not None:
             return self.kv_heads
-        return "shared" if policy.shares and not self.kv_heads_slow else "equal"
+        return "shared" if policy.shares and not self.shared_heads_slow else "equal"
 
     def defaults(self, policy: Policy, settle: int) -> dict[str, Any]:
         """The defaults of a request with ``policy``, by field.

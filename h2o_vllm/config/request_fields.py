@@ -42,16 +42,16 @@ MAX_TRACE_TOKENS = 4096
 and KV head while the request runs."""
 
 
-def check_heads(heads: str, policy: Policy, equal_because: str) -> str:
-    """Check that policy and engine let heads share slots; ``equal_because``: why the engine does not.
+def check_heads(heads: str, policy: Policy, equal_heads_reason: str) -> str:
+    """Check that policy and engine let heads share slots; ``equal_heads_reason``: why the engine does not.
 
     Raises:
         BudgetError: they do not.
     """
-    if heads == "shared" and equal_because:
-        raise BudgetError("kv_heads", heads, f"equal on this server ({equal_because})")
-    if heads == "shared" and policy.equal_because:
-        accepted = f"equal with kv_policy {policy.name}, {policy.equal_because}"
+    if heads == "shared" and equal_heads_reason:
+        raise BudgetError("kv_heads", heads, f"equal on this server ({equal_heads_reason})")
+    if heads == "shared" and policy.equal_heads_reason:
+        accepted = f"equal with kv_policy {policy.name}, {policy.equal_heads_reason}"
         raise BudgetError("kv_heads", heads, accepted)
     return heads
 
@@ -70,14 +70,14 @@ def check_prefill(tokens: int, policy: Policy) -> int:
     return tokens
 
 
-def check_scores(policy: Policy, because: str) -> None:
-    """Check that the engine collects the attention that ``policy`` needs; ``because``: why it does not.
+def check_scores(policy: Policy, reason: str) -> None:
+    """Check that the engine collects the attention that ``policy`` needs; ``reason``: why it does not.
 
     Raises:
         BudgetError: the policy collects attention.
     """
-    if because and policy.needs_scores:
-        accepted = f"one that collects no attention on this server ({because}); {WITHOUT_SCORES}"
+    if reason and policy.needs_scores:
+        accepted = f"one that collects no attention on this server ({reason}); {WITHOUT_SCORES}"
         raise BudgetError("kv_policy", policy.name, accepted)
 
 
@@ -87,6 +87,6 @@ def check_settle(tokens: int, policy: Policy) -> int:
     Raises:
         BudgetError: it is not 0.
     """
-    if tokens and policy.settles_not_because:
-        raise BudgetError("kv_settle_tokens", tokens, f"0 {policy.settles_not_because}")
+    if tokens and policy.no_settling_reason:
+        raise BudgetError("kv_settle_tokens", tokens, f"0 {policy.no_settling_reason}")
     return tokens

@@ -72,7 +72,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         "trace": _trace(config, given),
     }
     if "kv_heads" in given:
-        check_heads(values["heads"], policy, config.kv_heads_equal_because)
+        check_heads(values["heads"], policy, config.equal_heads_reason)
     values["exact"] = _exact(config, given)
     if values["exact"]:
         values |= _NOTHING_EVICTED
@@ -80,7 +80,7 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
             values["fraction"] = EXACT_SHARE
     budget = RequestBudget(**values)
     if budget.evicts:
-        check_scores(policy, config.kv_scores_not_because)
+        check_scores(policy, config.no_scores_reason)
     return budget
 
 
@@ -151,13 +151,13 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
     settle: int = _checked(config, name, given.get(name, config.kv_settle_tokens))
-    if config.kv_settles_not_because and settle:
-        raise BudgetError(name, settle, f"0 on this server ({config.kv_settles_not_because})")
+    if config.no_settling_reason and settle:
+        raise BudgetError(name, settle, f"0 on this server ({config.no_settling_reason})")
     if name not in given and excluding(name, given):
         settle = 0
     prefill = given.get("kv_prefill_tokens", 0 if settle else config.kv_prefill_tokens)
     policy = config.policy_of(asked, prefill, settle)
-    if settle and name not in given and policy.settles_not_because:
+    if settle and name not in given and policy.no_settling_reason:
         return config.policy_of(asked, prefill, 0), 0
     return policy, check_settle(settle, policy)
 
@@ -170,11 +170,11 @@ def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
     how = next((f for f, value in given.items() if FIELDS[f].says_how and value != "auto"), None)
     if name not in given:
         return how is None and not excluding(name, given)
-    because = config.kv_exact_not_because
-    if not because and not config.exact_drafts:
-        because = "it was started without --kv-exact and --kv-exact-drafts"
-    if because:
-        raise BudgetError(name, True, f"false on this server ({because})")
+    reason = config.no_exact_reason
+    if not reason and not config.exact_drafts:
+        reason = "it was started without --kv-exact and --kv-exact-drafts"
+    if reason:
+        raise BudgetError(name, True, f"false on this server ({reason})")
     if config.kv_budget_max < 1.0:
         raise BudgetError(name, True, f"false {_bounded_server(config)}")
     if how is not None:

@@ -150,9 +150,9 @@ class Policy:
         return len(self.ranks) > 1 or not self.ranks[0].as_collected
 
     @property
-    def equal_because(self) -> str:
+    def equal_heads_reason(self) -> str:
         """Why the KV heads of a layer cannot share slots; empty: they can."""
-        return self.ranks[0].equal_because
+        return self.ranks[0].equal_heads_reason
 
     @property
     def shares(self) -> bool:
@@ -168,7 +168,7 @@ class Policy:
         return self.ranks[0].collects is not Collects.END
 
     @property
-    def settles_not_because(self) -> str:
+    def no_settling_reason(self) -> str:
         """Why segments cannot settle with this policy, as the refusal says it; empty: they can."""
         if self.needs_scores:
             return (

@@ -35,7 +35,7 @@ class Rank:
         paper: where it is from.
         collects: which queries' attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
-        equal_because: why the KV heads of a layer cannot share slots by its scores; empty: they can.
+        equal_heads_reason: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
         measure: the field of :class:`.Fresh` that it needs, if that is made of keys and values.
         joins: whether it may be joined with others.
@@ -50,7 +50,7 @@ class Rank:
     paper: str
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
-    equal_because: str = ""
+    equal_heads_reason: str = ""
     calibrated: bool = False
     measure: str = ""
     joins: bool = True
@@ -94,7 +94,7 @@ RANKS = (
     Rank(
         "key",
         "https://arxiv.org/abs/2504.15364",
-        equal_because="which measures how similar a key is to the others of its head: no measure of need",
+        equal_heads_reason="which measures how similar a key is to others of its head: no measure of need",
         measure="similarity",
     ),
     Rank(
@@ -102,7 +102,7 @@ RANKS = (
         "https://arxiv.org/abs/2609.03430",
         # Of 1,024 to 4,096 tokens the authors keep the newest 64.
         recent=0.05,
-        equal_because="which draws as many tokens for each head",
+        equal_heads_reason="which draws as many tokens for each head",
         joins=False,
         anew=True,
         protects_prompt=True,
@@ -110,7 +110,7 @@ RANKS = (
     Rank(
         "window",
         "https://arxiv.org/abs/2309.17453",
-        equal_because="which drops whole blocks",
+        equal_heads_reason="which drops whole blocks",
         joins=False,
         moves=False,
     ),

@@ -68,7 +68,7 @@ Limits = _described(
     kv_policies=(list[str], Field(description="Accepted kv_policy values: presets, and single ranks.")),
     kv_ranks=(list[str], Field(description="Ranks that kv_policy joins with '+', in this order.")),
     kv_heads=(list[str], Field(description="Accepted kv_heads values.")),
-    kv_settles_not_because=(
+    no_settling_reason=(
         str, Field(description="Why kv_settle_tokens must be 0 on this server; empty: it may be more.")
     ),
     request_fields=(list[str], Field(description="Budget fields of a request body.")),
@@ -175,8 +175,8 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             kv_trace_tokens_max=MAX_TRACE_TOKENS,
             kv_policies=list(policy_names(**config.accepts)),
             kv_ranks=list(joinable_ranks(**config.accepts)),
-            kv_heads=list(HEADS[:1] if config.kv_heads_equal_because else HEADS),
-            kv_settles_not_because=config.kv_settles_not_because,
+            kv_heads=list(HEADS[:1] if config.equal_heads_reason else HEADS),
+            no_settling_reason=config.no_settling_reason,
             request_fields=list(REQUEST_FIELDS),
         ),
         routes=Routes(accepted=sorted(LIFTED | PREPARED)),

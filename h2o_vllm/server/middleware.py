@@ -132,9 +132,9 @@ class KVCacheMiddleware:
             if options is None:
                 raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
             config = config_of(state.vllm_config)
-            if self._other_groups and not config.kv_settles_not_because:
+            if self._other_groups and not config.no_settling_reason:
                 why = "its model has windows, chunks or states beside full attention"
-                config = replace(config, kv_settles_not_because=why)
+                config = replace(config, no_settling_reason=why)
             client, engine = state.engine_client, state.vllm_config
             self._count_refusal = stat_logger.install(client, engine)
             admission.install(client, engine, config, self._count_refusal, self._other_groups)

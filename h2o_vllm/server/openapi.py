@@ -22,7 +22,7 @@ from h2o_vllm.server.routes import LIFTED
 def fields_of(config: H2OConfig) -> dict[str, Any]:
     """JSON schema of each budget field, with this server's ranges and defaults."""
     defaults = config.applied
-    words = {"kv_heads": ("equal",)} if config.kv_heads_equal_because else {}
+    words = {"kv_heads": ("equal",)} if config.equal_heads_reason else {}
     pattern = policy_pattern(**config.accepts)
     policies = Annotated[str, Field(pattern=pattern)]
     fields: dict[str, Any] = {}

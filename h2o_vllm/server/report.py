@@ -29,8 +29,8 @@ SUMMED = (
 TRACE = "trace"
 """Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.counts.trace`."""
 
-BECAUSE = "nothing_evicted_because"
-REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, BECAUSE, "block_size")
+REASON = "nothing_evicted_reason"
+REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, REASON, "block_size")
 
 
 class Reports:
@@ -74,6 +74,6 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         "budget_tokens": None if None in budgets else sum(budgets),
         # ``None`` only if all are lossless.
         "squeezed_at": min(squeezes, default=None),
-        BECAUSE: None if sums["tokens_evicted"] else ordered[0][BECAUSE],
+        REASON: None if sums["tokens_evicted"] else ordered[0][REASON],
     }
     return {**ordered[0], **joined, **sums, "sequences": ordered}

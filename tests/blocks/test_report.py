@@ -17,7 +17,7 @@ BUDGET = {"kv_budget": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("asked", "prompt", "seen", "because"),
+    ("asked", "prompt", "seen", "reason"),
     [
         ({}, 1000, 1200, "kv_budget is 1, or kv_exact is true"),
         ({"kv_exact": True}, 1000, 1200, "kv_budget is 1, or kv_exact is true"),
@@ -34,10 +34,10 @@ BUDGET = {"kv_budget": 0.2}
     ids=str,
 )  # fmt: skip
 def test_why_nothing_was_evicted(
-    asked: dict[str, Any], prompt: int, seen: int, because: str
+    asked: dict[str, Any], prompt: int, seen: int, reason: str
 ) -> None:
     budget = resolve_for(H2OConfig(kv_exact_drafts=4), asked, prompt)
     schedule = schedule_of(budget, 32, prompt)
     report = request_report(schedule, seen, 0, 38, cached=0, squeezed_at=None)
-    assert str(report["nothing_evicted_because"]).startswith(because)
-    assert request_report(schedule, seen, 1, 38, 0, 1016)["nothing_evicted_because"] is None
+    assert str(report["nothing_evicted_reason"]).startswith(reason)
+    assert request_report(schedule, seen, 1, 38, 0, 1016)["nothing_evicted_reason"] is None

@@ -85,8 +85,8 @@ def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
     for served in ({}, evicts, {**evicts, "kv_policy": "later"}, {"kv_policy": "h2o"}):
         set_path(config, "additional_config", {"h2o": served})
         check_supported(config)
-    because = config_of(config).kv_scores_not_because
-    assert "2 KV heads is on 2 of 4 tensor-parallel ranks" in because
+    reason = config_of(config).no_scores_reason
+    assert "2 KV heads is on 2 of 4 tensor-parallel ranks" in reason
     for policy in ("snapkv", "text"):
         set_path(config, "additional_config", {"h2o": {**evicts, "kv_policy": policy}})
         with pytest.raises(ConfigError, match=r"--kv-policy: .* on 2 of 4 tensor-parallel ranks"):
@@ -238,7 +238,7 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "because"),
+    ("device", "ranks", "reason"),
     [
         ("cpu", 1, ""),
         ("cpu", 2, "tensor parallelism"),
@@ -246,7 +246,7 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
         ("cuda", 2, "tensor parallelism"),
     ],
 )
-def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, because: str) -> None:
+def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reason: str) -> None:
     """To its scheduler and its server, and at start-up if sharing is its default."""
 
     def engine(**options: str) -> Any:
@@ -260,12 +260,12 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, beca
         )
 
     config = config_of(engine())
-    assert because in config.kv_heads_equal_because
-    assert bool(config.kv_heads_equal_because) is bool(because)
-    assert not config.kv_settles_not_because
-    assert config.kv_heads_slow is (device == "cuda")
-    if because:
-        with pytest.raises(ConfigError, match=f"--kv-heads: .*{because}"):
+    assert reason in config.equal_heads_reason
+    assert bool(config.equal_heads_reason) is bool(reason)
+    assert not config.no_settling_reason
+    assert config.shared_heads_slow is (device == "cuda")
+    if reason:
+        with pytest.raises(ConfigError, match=f"--kv-heads: .*{reason}"):
             config_of(engine(kv_heads="shared"))
     else:
         assert config_of(engine(kv_heads="shared")).kv_heads == "shared"

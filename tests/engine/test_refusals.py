@@ -112,7 +112,7 @@ def test_law09_each_refusal_ends_the_start_by_its_name(
     with pytest.raises(ConfigError) as raised:
         check_supported(config)
     assert str(raised.value).startswith(f"h2o_vllm cannot work with {row.option}")
-    assert row.because in str(raised.value)
+    assert row.reason in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

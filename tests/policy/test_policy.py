@@ -102,7 +102,7 @@ def test_defaults_follow_from_the_ranks(
     policy = Policy.parse(name, calibrated=True)
     assert (policy.recent, policy.recent_of_answers) == (recent, of_answers)
     assert (policy.protect, policy.shares) == (protect, shares)
-    assert bool(policy.equal_because) == equal
+    assert bool(policy.equal_heads_reason) == equal
 
 
 def test_the_table_fits_together() -> None:

@@ -37,7 +37,7 @@ def engine_report(**changes: Any) -> dict[str, Any]:
         "peak_blocks": 4,
         "tokens_drafted": 0,
         "tokens_accepted": 0,
-        "nothing_evicted_because": None,
+        "nothing_evicted_reason": None,
         "block_size": 32,
     } | changes
 

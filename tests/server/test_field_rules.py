@@ -23,12 +23,12 @@ from tests.server.admitting import body, passed, refused
 
 Fields = dict[str, Any]
 
-UNKNOWN = {"kv_scores_not_because": "of the test", "kv_heads_equal_because": "of the test"}
+UNKNOWN = {"no_scores_reason": "of the test", "equal_heads_reason": "of the test"}
 """More ranks than KV heads."""
 CALIBRATED = {"kv_calibration": "unread"}
 PREDICTING = [name for name in SERVED if policy_of(name).calibrated]
 SETTLES = {"kv_settle_tokens": 512, "kv_policy": "key"}
-UNSCORED = {"kv_scores_not_because": "of the test", **CALIBRATED}
+UNSCORED = {"no_scores_reason": "of the test", **CALIBRATED}
 HOW = [
     {"kv_policy": "h2o"}, {"kv_heads": "equal"}, {"kv_protect": 0}, {"kv_delay": 0}, {"kv_recent": 0.5},
     {"kv_elastic": False}, {"kv_evict_from": 300}, {"kv_prefill_tokens": 0}, {"kv_settle_tokens": 0},
@@ -54,7 +54,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
         for policy in SERVED
         if policy not in SHARING
     ),
-    ({"kv_heads_equal_because": "of a rank"}, {"kv_heads": "shared"}, "kv_heads", r"this server \(of a rank\)"),
+    ({"equal_heads_reason": "of a rank"}, {"kv_heads": "shared"}, "kv_heads", r"this server \(of a rank\)"),
     *(
         (UNSCORED, {"kv_budget_tokens": 300, "kv_policy": policy}, "kv_policy", r"no attention on this server \(of")
         for policy in ("h2o", "end", "predicted+end")
@@ -75,7 +75,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
         if (policy_of(policy).needs_scores or policy == "window") and not policy_of(policy).calibrated
         and policy != "auto"
     ),
-    ({"kv_settles_not_because": "it is full"}, SETTLES, "kv_settle_tokens", r"0 on this server \(it is full\)"),
+    ({"no_settling_reason": "it is full"}, SETTLES, "kv_settle_tokens", r"0 on this server \(it is full\)"),
     ({"kv_budget_tokens": 300}, SETTLES, "kv_settle_tokens", "server's budget is --kv-budget-tokens"),
     *(
         ({"kv_exact_drafts": 4}, {"kv_exact": True, **how}, "kv_exact", f"false with {next(iter(how))}: ")
@@ -83,7 +83,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
     ),
     ({"kv_exact_drafts": 4, "kv_trace": True}, {"kv_exact": True, "kv_trace": True}, "kv_exact", "with kv_trace: "),
     ({}, {"kv_exact": True}, "kv_exact", "started without --kv-exact"),
-    ({"kv_exact_drafts": 2, "kv_exact_not_because": "a sundial"}, {"kv_exact": True}, "kv_exact", r"\(a sundial\)"),
+    ({"kv_exact_drafts": 2, "no_exact_reason": "a sundial"}, {"kv_exact": True}, "kv_exact", r"\(a sundial\)"),
 ]  # fmt: skip
 
 RESOLVED: list[tuple[Fields, Fields, Fields]] = [
@@ -92,10 +92,10 @@ RESOLVED: list[tuple[Fields, Fields, Fields]] = [
     ({"kv_budget": 0.2, "kv_heads": "shared"}, {}, {"heads": "shared"}),
     *((CALIBRATED, {"kv_policy": policy}, {"heads": "shared"}) for policy in PREDICTING),
     *((CALIBRATED, {"kv_policy": policy, "kv_heads": "equal"}, {"heads": "equal"}) for policy in PREDICTING),
-    ({**CALIBRATED, "kv_heads_equal_because": "why"}, {"kv_policy": "predicted"}, {"heads": "equal"}),
-    *(({**CALIBRATED, "kv_heads_slow": True}, {"kv_policy": policy}, {"heads": "equal"}) for policy in PREDICTING),
-    ({**CALIBRATED, "kv_heads_slow": True}, {"kv_policy": "predicted", "kv_heads": "shared"}, {"heads": "shared"}),
-    ({**CALIBRATED, "kv_heads_slow": True, "kv_heads": "shared"}, {"kv_policy": "predicted"}, {"heads": "shared"}),
+    ({**CALIBRATED, "equal_heads_reason": "why"}, {"kv_policy": "predicted"}, {"heads": "equal"}),
+    *(({**CALIBRATED, "shared_heads_slow": True}, {"kv_policy": policy}, {"heads": "equal"}) for policy in PREDICTING),
+    ({**CALIBRATED, "shared_heads_slow": True}, {"kv_policy": "predicted", "kv_heads": "shared"}, {"heads": "shared"}),
+    ({**CALIBRATED, "shared_heads_slow": True, "kv_heads": "shared"}, {"kv_policy": "predicted"}, {"heads": "shared"}),
     ({"kv_budget": 0.2, "kv_elastic": True}, {}, {"elastic": True, "evict_from": 0}),
     ({"kv_budget": 0.2, "kv_elastic": True}, {"kv_elastic": 0}, {"elastic": False}),
     ({"kv_budget": 0.2, "kv_elastic": True}, {"kv_evict_from": 300}, {"elastic": False, "evict_from": 300}),

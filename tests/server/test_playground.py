@@ -108,7 +108,7 @@ async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
     app = build(engine)
     await lifespan(app)
     limits = (await get(app, "/plugins/h2o/config")).json()["limits"]
-    assert limits["kv_settles_not_because"] == why
+    assert limits["no_settling_reason"] == why
     answer = await post(app, kv_budget=0.5, kv_settle_tokens=256, kv_policy="key")
     assert answer.status_code == (400 if why else 200)
     assert f"must be 0 on this server ({why})" in answer.text or not why
@@ -139,7 +139,7 @@ def test_the_page_asks_nobody_else_and_inserts_text_as_text() -> None:
 
 def test_every_name_of_ours_on_the_page_is_one_of_today() -> None:
     known = {*REQUEST_FIELDS, *(row.name for row in OPTIONS), "kv_cache", "kv_heads"}
-    known |= {"kv_delay_max", "kv_policies", "kv_settles_not_because"}
+    known |= {"kv_delay_max", "kv_policies", "no_settling_reason"}
     for name, (content, _) in FILES.items():
         text = content.decode()
         assert set(re.findall(r"\bkv_[a-z_]+", text)) <= known, name

@@ -55,9 +55,9 @@ def test_several_sequences_give_sums_and_every_report() -> None:
 
 
 def test_several_sequences_say_why_nothing_was_evicted_if_nothing_was() -> None:
-    kept = engine_report(tokens_evicted=0, nothing_evicted_because="of the test")
-    for one, two, because in ((kept, kept, "of the test"), (kept, engine_report(), None)):
-        assert (kv_cache([one, two]) or {})["nothing_evicted_because"] == because
+    kept = engine_report(tokens_evicted=0, nothing_evicted_reason="of the test")
+    for one, two, reason in ((kept, kept, "of the test"), (kept, engine_report(), None)):
+        assert (kv_cache([one, two]) or {})["nothing_evicted_reason"] == reason
 
 
 def test_several_sequences_are_lossless_together_or_squeezed_where_the_first_was() -> None:

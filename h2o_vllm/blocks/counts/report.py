@@ -57,7 +57,7 @@ def request_report(
         "tokens_protected": protected_tokens(budget, seen),
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
-        "nothing_evicted_because": None if holes else _nothing_evicted_because(schedule, seen),
+        "nothing_evicted_reason": None if holes else _nothing_evicted_reason(schedule, seen),
         "tokens_settled": settled,
         "blocks_freed": holes,
         "peak_blocks": peak_blocks,
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Policy) else value
 
 
-def _nothing_evicted_because(schedule: Schedule, seen: int) -> str:
+def _nothing_evicted_reason(schedule: Schedule, seen: int) -> str:
     """Why a request that has seen so many tokens holds all of them, in one sentence."""
     budget = schedule.budget
     if not budget.evicts:

@@ -86,7 +86,7 @@ class SettlingSchedule(Schedule):
         return self.segment // self.block_size - self.kept
 
     @property
-    def too_small_because(self) -> str:
+    def too_small_reason(self) -> str:
         """Why a segment has too few blocks for ``kv_budget``, and the least window; empty: it has enough."""
         fraction, blocks = self.budget.fraction, self.segment // self.block_size
         if not self.budget.evicts or (
@@ -144,8 +144,8 @@ class SettlingSchedule(Schedule):
         accepted = ""
         if others:
             accepted = "0 for a model with windows, chunks or states beside full attention"
-        elif self.too_small_because:
-            accepted = f"0 or larger: {self.too_small_because}"
+        elif self.too_small_reason:
+            accepted = f"0 or larger: {self.too_small_reason}"
         if accepted:
             raise BudgetError(self.bounded_by, self.bound, accepted)
 

@@ -66,7 +66,7 @@ class H2OScheduler(LimitingScheduler):
             turn_seconds=self.h2o_config.kv_turn_seconds,
         )
         self._other_groups = other_groups(self.kv_cache_config, self.vllm_config)
-        for asked, name, because in (
+        for asked, name, reason in (
             (
                 self.h2o_config.kv_settle_tokens,
                 "--kv-settle-tokens",
@@ -78,7 +78,7 @@ class H2OScheduler(LimitingScheduler):
             if self._other_groups and asked:
                 raise ConfigError(
                     f"h2o_vllm cannot work with {name} for a model with windows, chunks or states beside "
-                    f"full attention: {because}"
+                    f"full attention: {reason}"
                 )
         self._served = bool(self.vllm_config.additional_config.get(METRICS_KEY, False))
         # Without our server the counts would reach vLLM's own loggers, which fail on them.

@@ -72,7 +72,7 @@ def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
     """:func:`variants_for` the server of this configuration."""
     return variants_for(
         config.default_policy,
-        may_share=not config.kv_heads_equal_because,
+        may_share=not config.equal_heads_reason,
         shares=config.heads_of(config.default_policy) == "shared",
     )
 

@@ -131,7 +131,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     def _may_share(self) -> bool:
         """Whether requests may let KV heads share slots."""
-        return not config_of(self.vllm_config).kv_heads_equal_because
+        return not config_of(self.vllm_config).equal_heads_reason
 
     def _scratch_bytes(self, kv_heads: int) -> int:
         """Scratch of compaction: one layer of the longest prompt's first eviction, in bytes."""

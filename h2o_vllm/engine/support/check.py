@@ -63,7 +63,7 @@ def check_vllm_version(device: str) -> None:
 
 
 def config_of(config: VllmConfig) -> H2OConfig:
-    """Our configuration, with the limits of this engine (its fields ``..._because``).
+    """Our configuration, with the limits of this engine (its fields ``..._reason``).
 
     Raises:
         ConfigError: it is invalid, or this engine cannot serve its defaults.
@@ -72,20 +72,20 @@ def config_of(config: VllmConfig) -> H2OConfig:
     device = config.device_config.device_type
     return replace(
         ours,
-        kv_scores_not_because=_scores_not_because(config),
-        kv_heads_equal_because=_equal_heads_because(config),
-        kv_exact_not_because="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
-        kv_heads_slow=device == "cuda",
+        no_scores_reason=_no_scores_reason(config),
+        equal_heads_reason=_equal_heads_reason(config),
+        no_exact_reason="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
+        shared_heads_slow=device == "cuda",
     )
 
 
-def _equal_heads_because(config: VllmConfig) -> str:
+def _equal_heads_reason(config: VllmConfig) -> str:
     if config.parallel_config.tensor_parallel_size > 1:
         return "with tensor parallelism a rank has only some of the heads"
     return ""
 
 
-def _scores_not_because(config: VllmConfig) -> str:
+def _no_scores_reason(config: VllmConfig) -> str:
     """Why policies cannot collect attention in this engine; empty if they can.
 
     With more ranks than KV heads, vLLM gives several ranks a copy of a KV head, and each only some of the

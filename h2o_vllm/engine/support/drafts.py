@@ -73,7 +73,7 @@ def _most_tokens(config: VllmConfig) -> int:
 
 def _drafting(
     option: str,
-    because: str,
+    reason: str,
     refused: Callable[[VllmConfig], bool],
     example: Mapping[str, Any],
     *more: Any,
@@ -82,7 +82,7 @@ def _drafting(
     return Refusal(
         "cpu",
         option,
-        because,
+        reason,
         lambda config: config.speculative_config is not None and refused(config),
         example,
         *more,
@@ -91,12 +91,12 @@ def _drafting(
 
 
 def _exact(
-    option: str, because: str, refused: Callable[[VllmConfig], bool], path: str, to: Any
+    option: str, reason: str, refused: Callable[[VllmConfig], bool], path: str, to: Any
 ) -> Refusal:
     return Refusal(
         "cpu",
         f"--kv-exact and --kv-exact-drafts {option}",
-        because,
+        reason,
         lambda config: asks_for_exact(config) and refused(config),
         {**_EXACT, path: to},
     )

@@ -60,14 +60,14 @@ def _traces_elsewhere(config: VllmConfig) -> bool:
     )
 
 
-def _segments_too_small_because(config: VllmConfig) -> str:
+def _too_small_reason(config: VllmConfig) -> str:
     """Why segments of the server's default have too few blocks; empty: they have enough, or none settle."""
     options = (config.additional_config or {}).get(CONFIG_KEY, {})
     if not options.get("kv_settle_tokens"):
         return ""
     budget = resolve_for(H2OConfig.from_mapping(options), None, 1)
     schedule = schedule_of(budget, config.cache_config.block_size, 1)
-    return schedule.too_small_because if isinstance(schedule, SettlingSchedule) else ""
+    return schedule.too_small_reason if isinstance(schedule, SettlingSchedule) else ""
 
 
 def _shares_kv(config: VllmConfig) -> bool:
@@ -150,12 +150,12 @@ ROWS = (
         Refusal(
             "all",
             kind,
-            because,
+            reason,
             partial(is_one_of, names=names),
             {"model_config.architectures": [names[0]]},
             STOCK,
         )
-        for kind, because, names in NAMED
+        for kind, reason, names in NAMED
     ),
     Refusal(
         "all",
@@ -211,14 +211,14 @@ ROWS = (
         "all",
         "--kv-settle-tokens whose segments have too few blocks for --kv-budget",
         "whole blocks of a segment stay: more than twice its share, or all",
-        lambda config: bool(_segments_too_small_because(config)),
+        lambda config: bool(_too_small_reason(config)),
         {
             "additional_config": {
                 CONFIG_KEY: {"kv_settle_tokens": 128, "kv_budget": 0.2, "kv_policy": "key"}
             },
             "cache_config.block_size": 32,
         },
-        value=lambda config: f"({_segments_too_small_because(config)})",
+        value=lambda config: f"({_too_small_reason(config)})",
     ),
     Refusal(
         "all",

@@ -18,12 +18,12 @@ def table() -> str:
     """All rows as a Markdown table, in the order of the checks; those with one reason share a line."""
     reasons = dict[tuple[str, str], list[str]]()
     for row in REFUSALS:
-        reasons.setdefault((_WHERE[row.where], row.because), []).append(row.option)
+        reasons.setdefault((_WHERE[row.where], row.reason), []).append(row.option)
     lines = [
-        f"| {where} | {'; '.join(options)} | {because} |"
-        for (where, because), options in reasons.items()
+        f"| {where} | {'; '.join(options)} | {reason} |"
+        for (where, reason), options in reasons.items()
     ]
-    return "\n".join(["| where | what | because |", "|---|---|---|", *lines])
+    return "\n".join(["| where | what | reason |", "|---|---|---|", *lines])
 
 
 def written(text: str) -> str:

@@ -23,7 +23,7 @@ class Refusal:
     Attributes:
         where: ``"all"``, or the device type that refuses it.
         option: the option or the kind of model, as users write it.
-        because: the reason, one sentence without its full stop.
+        reason: one sentence without its full stop.
         refused: whether a configuration has it.
         example: path in vLLM's configuration -> value with which it is refused; the test of the row.
         instead: the remedy, one sentence without its full stop.
@@ -32,7 +32,7 @@ class Refusal:
 
     where: Literal["all", "cpu", "cuda"]
     option: str
-    because: str
+    reason: str
     refused: Callable[[VllmConfig], bool]
     example: Mapping[str, Any]
     instead: str = ""
@@ -42,7 +42,7 @@ class Refusal:
         """One line: the option with its value, the reason, the remedy."""
         value = "" if self.value is None else f" {self.value(config)}"
         instead = f". {self.instead}" if self.instead else ""
-        return f"{self.option}{value}: {self.because}{instead}"
+        return f"{self.option}{value}: {self.reason}{instead}"
 
 
 def own_option(config: VllmConfig, name: str) -> Any:

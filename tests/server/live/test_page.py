@@ -283,7 +283,7 @@ def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
 ) -> None:
     def without(route: Any) -> None:
         config = route.fetch().json()
-        config["limits"] |= {"kv_trace": False, "kv_settles_not_because": "it is full"}
+        config["limits"] |= {"kv_trace": False, "no_settling_reason": "it is full"}
         route.fulfill(json=config)
 
     visit = Visit(browser, server, path="/health")

@@ -39,8 +39,8 @@ async function begin() {
   element("delay").value = defaults.kv_delay;
   element("delay").max = limits.kv_delay_max;
   element("settle").value = defaults.kv_settle_tokens;
-  element("settle").disabled = limits.kv_settles_not_because !== "";
-  element("settle-note").textContent = limits.kv_settles_not_because && `0 on this server: ${limits.kv_settles_not_because}`;
+  element("settle").disabled = limits.no_settling_reason !== "";
+  element("settle-note").textContent = limits.no_settling_reason && `0 on this server: ${limits.no_settling_reason}`;
   if (limits.kv_budget_max < MAX_FULL)
     say("full", "note", `This server keeps at most ${limits.kv_budget_max}: there is no full KV to compare with.`);
   if (!limits.kv_trace)

@@ -21,14 +21,14 @@ export function showReport(side, { report, firstAfter, perSecond }) {
   const [dl, held] = ["dl", ".held"].map((selector) => side.querySelector(selector));
   held.hidden = !report;
   if (!report) return list(dl, [["report", "none"]]);
-  const because = report.nothing_evicted_because;
+  const reason = report.nothing_evicted_reason;
   const [bar, part] = ["span", "span"].map((tag) => document.createElement(tag));
   bar.className = "bar";
   part.style.width = `${(100 * report.tokens_held) / report.tokens_seen}%`;
   bar.append(part);
   const counts = [report.tokens_held, report.tokens_seen].map((count) => number.format(count));
-  const reason = because ? `. Nothing was evicted: ${because}.` : "";
-  held.replaceChildren(`Holds the KV of ${counts[0]} of ${counts[1]} tokens${reason}`, bar);
+  const why = reason ? `. Nothing was evicted: ${reason}.` : "";
+  held.replaceChildren(`Holds the KV of ${counts[0]} of ${counts[1]} tokens${why}`, bar);
   list(dl, [
     ["tokens seen", report.tokens_seen],
     ["held", report.tokens_held],

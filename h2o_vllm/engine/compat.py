@@ -50,13 +50,13 @@ class LimitingScheduler(AsyncScheduler):
     admitted in this step; if not, the requests behind it may. Goes when a request can wait for another one.
     """
 
-    def waits(self, request: Request) -> bool:
+    def should_defer(self, request: Request) -> bool:
         """Whether a request is not admitted in this step, and those behind it are."""
         del request
         return False
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        return super()._handle_blocked_waiting_request(request) and not self.waits(request)
+        return super()._handle_blocked_waiting_request(request) and not self.should_defer(request)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """At most ``num_tokens``, at least 1 if ``num_tokens`` is."""
@@ -145,11 +145,11 @@ def set_attention_isa(builder: Any, isa: str) -> None:
     builder._set_isa_to_layers(builder.layer_names)  # noqa: SLF001 - the point of this file
 
 
-# --- what calibrations want to know of a model -------------------------------------------------
+# --- what a calibration reads from a model ------------------------------------------------------
 
 
 def model_rotation(model: nn.Module) -> tuple[int, bool]:
-    """How keys are turned: so many of their first numbers, and whether pairs are neighbours.
+    """How keys are rotated: the number of their first elements, and whether pairs are neighbours.
 
     ``RotaryEmbedding`` (0.32) has ``rotary_dim`` and ``is_neox_style``, as do its subclasses; a model without
     one has other positions. What sees pictures may rotate keys of its own, which are not cached: only the

@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
 
 
 def _nothing_evicted_reason(schedule: Schedule, seen: int) -> str:
-    """Why a request that has seen so many tokens holds all of them, in one sentence."""
+    """Why a request that has seen ``seen`` tokens holds all of them, in one sentence."""
     budget = schedule.budget
     if not budget.evicts:
         return "kv_budget is 1, or kv_exact is true"

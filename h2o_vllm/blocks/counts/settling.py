@@ -31,7 +31,7 @@ QUARTERS = 4
 """Segments per window."""
 
 _MOST_KEPT = 2
-"""A segment keeps at most so many times its share: whole blocks of it stay."""
+"""Most that a segment keeps, in multiples of its share: whole blocks of it stay."""
 
 _ROUNDING = 1e-9
 """1 / (1 - 0.9) is more than 10."""

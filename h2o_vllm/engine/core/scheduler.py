@@ -138,7 +138,7 @@ class H2OScheduler(LimitingScheduler):
             self._choices.started(request.request_id)
         super().add_request(request)
 
-    def waits(self, request: Request) -> bool:
+    def should_defer(self, request: Request) -> bool:
         """Whether it has to wait: for a next turn, or for KV that another request computes."""
         return self.blocks.settled.should_defer(request.request_id)
 

@@ -36,7 +36,7 @@ class LaterQueries:
     Attributes:
         request_ids: whose they are, [U].
         positions: of their tokens in the sequence; that many tokens lie before, [U].
-        order: how many queries of the same request come before, [U]; 1: only the certain one.
+        order: index of the query within its request, from 1, [U].
         tokens: where they lie in the batch, [U], int64.
         block_table, seq_lens: what they attend to, themselves included, [U, MB] and [U], int32; no holes.
         lanes: whose lanes these blocks have, per layer; ``None``: heads share nothing.

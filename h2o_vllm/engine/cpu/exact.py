@@ -106,7 +106,7 @@ class ViewDrafter:
     def _costs(
         self, views: Sequence[View], lens: NDArray[np.int32], tokens: int, rows: int
     ) -> Costs:
-        """Of a batch of ``rows`` with so many ``tokens``, of which ``lens`` are those of exact rows, [B]."""
+        """Costs of a batch of ``rows`` rows with ``tokens`` tokens; ``lens``: those of exact rows, [B]."""
         assert self._state is not None
         size = self._state.block_size
         seen = sum(

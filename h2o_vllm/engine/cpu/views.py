@@ -49,10 +49,10 @@ MEMORY = 0.97
 """What is left of a draft's weight in a request's rate when one more is verified: the last 30 or so count."""
 
 QUERY = 0.15
-"""What one more query of a row costs, of one alone: keys and values are read once, and multiplied again."""
+"""Cost of each further query of a row, relative to the first: KV is read once, but multiplied again."""
 
 MARGIN = 1.05
-"""Drafts are made where they promise so many times the tokens per second."""
+"""Smallest expected gain in tokens per second for which drafts are made."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class View:
 
     Attributes:
         due: tokens of the sequence from which on the view is chosen anew.
-        heavy: so many first blocks of its table are seen only by the chosen pages; 0: it sees all.
+        heavy: number of first blocks of its table of which drafts see only the chosen pages; 0: they see all.
         pages: ids of the chosen pages, ``block * KH + head``, [L, KH, n], int32.
         rate: how likely a draft is accepted if those before it are.
         drafted: tokens that the last drafting gave.

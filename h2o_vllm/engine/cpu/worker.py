@@ -138,7 +138,7 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         state = CPUState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
-            first_head=self._portion.first_number,
+            first_head=self._shard.first_number,
             kv_caches=kv_caches,
             row_request_ids=lambda: runner_row_request_ids(self.model_runner),
             calibration=self._calibration(kv_caches[0].shape[3] // 2),

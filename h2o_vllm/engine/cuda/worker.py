@@ -191,7 +191,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         return CudaState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,
-            first_head=self._portion.first_number,
+            first_head=self._shard.first_number,
             kv_caches=kv_caches,
             calibration=self._device_calibration(layers, spec.head_size),
             add_ranks=_sum_over_ranks,

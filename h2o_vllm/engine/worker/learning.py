@@ -34,7 +34,7 @@ class LearningWorker:
         """From now on, from every step of ``request`` tokens.
 
         Args:
-            text: so many of a request's first tokens are the text that it repeats.
+            text: number of a request's first tokens that are the text that it repeats.
         """
         traits = self._state_traits()
         self._learner = learner = Learner(traits.layers, traits.rotation, text, request)

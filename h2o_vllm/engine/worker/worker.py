@@ -76,7 +76,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     """The class of the attention that vLLM must have bound."""
 
     _state: State | None = None
-    _portion: ModelShard
+    _shard: ModelShard
     """The part of the model in this worker; set when its layers are known."""
     _layer_names: Sequence[str] = ()
     """Names of the evictable layers that hold KV."""
@@ -189,7 +189,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         self._layers = [
             [layers[name] for name in (owner, *readers)] for owner, readers in owners.items()
         ]
-        self._portion = self._find_shard(len(owners), group.kv_cache_spec.num_kv_heads)
+        self._shard = self._find_shard(len(owners), group.kv_cache_spec.num_kv_heads)
         state = self._make_state([owner for owner, *_ in self._layers], group)
         self._bind_builder(builder, state)
         for index, sharing in enumerate(self._layers):
@@ -225,14 +225,14 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
             return None
         calibration = Calibration.load(Path(name))
         calibration.check(self._traits(size), Path(name))
-        mine = self._portion
+        mine = self._shard
         return calibration.part(
             mine.first_head, mine.own_heads, mine.own, is_first_copy=mine.is_first_copy
         )
 
     def _traits(self, size: int) -> Traits:
         """The traits of the whole model, for heads of ``size``."""
-        whole, rotation = self._portion, Rotation(*model_rotation(self.model_runner.get_model()))
+        whole, rotation = self._shard, Rotation(*model_rotation(self.model_runner.get_model()))
         return Traits(whole.layers, whole.heads, size, size, rotation, whole.norms)
 
     def _evictable_layer(self, name: str, num_blocks: int) -> Any:

@@ -22,7 +22,7 @@ class Lanes(NamedTuple):
     Attributes:
         rows: [B], int32: where a row's lanes stand in the others; -1: its heads share nothing.
         pages: [S, KH, MP], int32, contiguous: page ids, ``block_id * KH + lane``.
-        counts: [S, KH], int32, contiguous: so many of them, the first ones, are a head's; at least one.
+        counts: [S, KH], int32, contiguous: number of first pages that a head has; at least one.
         heavy: [S], int32, contiguous: how many heavy blocks there are.
     """
 

@@ -55,7 +55,7 @@ def attend_decode(
         tokens: [R], int32, index into ``batch.query`` and ``out``. rows: [R], int32, index into the batch.
         scale: factor on q.k before the softmax.
         out: [T, H, D]; only the listed tokens are written. May be strided along T.
-        scored: so many of the listed rows, the first ones, add to the scores; by default all. The others
+        scored: number of first listed rows that add to the scores; by default all. The others
             are attention alone, and faster.
         softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they stay.
         sinks: [H], float32, contiguous: logits that belong to no key and join the softmax's denominator.

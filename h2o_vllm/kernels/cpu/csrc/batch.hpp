@@ -25,7 +25,7 @@ struct Call {
   const int32_t* lane_rows;    // [B] where a row's lanes stand in the next three, or -1; null: no row has any
   const int32_t* lane_pages;   // [S, KH, MP], stride lane_stride
   const int32_t* lane_counts;  // [S, KH]
-  const int32_t* lane_heavy;   // [S] so many first blocks of the row's table hold its lanes
+  const int32_t* lane_heavy;   // [S] number of first blocks of the row's table that hold its lanes
   int64_t query_stride, out_stride, table_stride, lane_stride;
   int32_t count, scored, heads, group, size, block, dtype, prompt;
   float scale, softcap;        // softcap: 0 for none

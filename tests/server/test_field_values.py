@@ -12,64 +12,33 @@ from h2o_vllm.server.protocol import error_body
 from tests.server.admitting import body, passed, refused
 
 # JSON text, because some of these values exist on the wire only.
-BAD_VALUES: dict[str, list[str]] = {
-    "kv_budget": [
-        *("0", "-0.0", "0.0", "0.049", "1.01", "2", "-1", "-0.2", "1e400", "-1e400", "1e308"),
-        *("NaN", "Infinity", "-Infinity", "1" + "0" * 400, "-1" + "0" * 400, "1" * 4300),
-        *("true", "false", '""', '"0.2"', '"NaN"', '"half"', '"\\u0000"', '"' + "x" * 5000 + '"'),
-        *("[]", "[0.2]", "{}", '{"value": 0.2}', "[" * 200 + "]" * 200, '[{"a": [null]}]'),
-    ],
-    "kv_budget_tokens": [
-        *("0", "-1", "2147483648", "1" + "0" * 400, "1.0", "64.5", "1e3", "NaN", "Infinity"),
-        *("true", "false", '"64"', '""', "[]", "[64]", "{}", '{"a": 1}'),
-    ],
-    "kv_recent": [
-        *("-0.1", "1.1", "2", "-1", "NaN", "Infinity", "-Infinity", "1" + "0" * 400),
-        *("true", "false", '"0.5"', '""', "[]", "[0.5]", "{}"),
-    ],
-    "kv_elastic": [
-        *("2", "-1", "0.5", "1.0", "NaN", "Infinity", "1" + "0" * 400, '"true"', '"1"', '""'),
-        *("[]", "[true]", "{}", '{"a": true}'),
-    ],
-    "kv_exact": [
-        *("2", "-1", "0.5", "1.0", "NaN", "1" + "0" * 400, '"true"', '"1"', '""'),
-        *("[]", "[true]", "{}"),
-        # The server drafts nothing.
-        *("1", "true"),
-    ],
-    "kv_evict_from": [
-        *("0", "-1", "2147483648", "1" + "0" * 400, "300.0", "NaN", "-Infinity", "true", "false"),
-        *('"300"', '""', "[]", "[300]", "{}"),
-    ],
-    "kv_trace": [
-        *("2", "-1", "0.5", "1.0", "NaN", "1" + "0" * 400, '"true"', '"1"', '""'),
-        *("[]", "[true]", "{}"),
-        # The server does not let anybody ask.
-        *("1", "true"),
-    ],
-    "kv_delay": [
-        *("-1", "257", "2147483648", "1" + "0" * 400, "4.0", "0.5", "NaN", "Infinity"),
-        *("true", "false", '"4"', '""', "[]", "[4]", "{}", '{"a": 1}'),
-    ],
-    "kv_prefill_tokens": [
-        *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
-        *('"512"', '""', "[]", "[512]", "{}"),
-    ],
-    "kv_settle_tokens": [
-        *("-1", "2147483648", "1" + "0" * 400, "512.0", "NaN", "-Infinity", "true", "false"),
-        *('"512"', '""', "[]", "[512]", "{}"),
-    ],
-    "kv_heads": [
-        *('""', '"Shared"', '"shared "', '"layer"', '"global"', '"' + "equal" * 3000 + '"'),
-        *("0", "1", "true", "false", "NaN", "[]", '["shared"]', "{}", '{"a": 1}'),
-    ],
-    "kv_policy": [
-        *('""', '"H2O"', '"h2o "', '"lru"', '"key+value"', '"value+value"', '"random\\u0000"'),
-        '"' + "h2o" * 3000 + '"',
-        *("0", "1", "1.5", "true", "false", "NaN", "[]", '["h2o"]', "{}", '{"h2o": 1}'),
-    ],
+EVERYWHERE = (
+    *("-1", "1e308", "1e400", "-1e400", "NaN", "Infinity", "-Infinity", "2147483648"),
+    *("1" + "0" * 400, "-1" + "0" * 400, "1" * 4300),
+    *('""', '"0.2"', '"NaN"', '"1"', '"true"', '"h2o "', '"\\u0000"', '"' + "x" * 5000 + '"'),
+    *("[]", "[0.2]", "{}", '{"value": 0.2}', "[" * 200 + "]" * 200, '[{"a": [null]}]'),
+)
+"""What no field takes."""
+NUMBERS_ALONE, FLAGS_ALONE = ("true", "false"), ("2", "0.5", "1.0")
+BAD_VALUES: dict[str, tuple[str, ...]] = {
+    "kv_budget": ("0", "-0.0", "0.0", "0.049", "1.01", "2", "-0.2", *NUMBERS_ALONE),
+    "kv_budget_tokens": ("0", "1.0", "64.5", "1e3", *NUMBERS_ALONE),
+    "kv_recent": ("-0.1", "1.1", "2", *NUMBERS_ALONE),
+    "kv_elastic": FLAGS_ALONE,
+    # The server drafts nothing, and does not let anybody ask for a trace.
+    "kv_exact": (*FLAGS_ALONE, "1", "true"),
+    "kv_trace": (*FLAGS_ALONE, "1", "true"),
+    "kv_evict_from": ("0", "300.0", *NUMBERS_ALONE),
+    "kv_delay": ("257", "4.0", "0.5", *NUMBERS_ALONE),
+    "kv_prefill_tokens": ("512.0", *NUMBERS_ALONE),
+    "kv_settle_tokens": ("512.0", *NUMBERS_ALONE),
+    "kv_heads": ('"Shared"', '"layer"', '"global"', '["shared"]', "0", "1", *NUMBERS_ALONE),
+    "kv_policy": (
+        *('"H2O"', '"lru"', '"key+value"', '"value+value"', '"random\\u0000"', '["h2o"]'),
+        *("0", "1", "1.5", *NUMBERS_ALONE),
+    ),
 }
-TABLE = [(field, text) for field, texts in BAD_VALUES.items() for text in texts]
+TABLE = [(field, text) for field, own in BAD_VALUES.items() for text in (*EVERYWHERE, *own)]
 
 
 @pytest.mark.parametrize("place", ["top", "vllm_xargs"])

@@ -41,17 +41,6 @@ async def test_bad_value_of_messages_has_the_shape_of_its_errors() -> None:
 CHAT = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_system_reaches_the_engine_as_a_number(stream: bool) -> None:
-    engine = Engine()
-    app = build(engine, serving_render=Rendering(TEMPLATES["chatml"]))
-    fields = {"kv_budget": 0.2, "kv_protect": "system", "system": "Be brief.", "stream": stream}
-    response = await post(app, "/v1/messages", messages=CHAT, model="m", max_tokens=9, **fields)
-    assert response.status_code == 200
-    assert engine.seen[0]["vllm_xargs"]["kv_protect"] == len("<system>Be brief.</><user>")
-    assert b"kv_cache" in response.content
-
-
 async def test_system_is_refused_where_there_is_none_and_where_it_is_not_first() -> None:
     engine = Engine()
     app = build(engine, serving_render=Rendering(lambda turns, tools: turns[-1][1]))

@@ -113,17 +113,23 @@ class TestPrepare:
         assert set(args.additional_config) == {"mine", "h2o", "h2o_metrics"}
 
     @pytest.mark.parametrize(
-        "argv",
+        ("argv", "says"),
         [
-            ["--scheduler-cls", "my.Scheduler"],
-            ["--worker-cls", "my.Worker"],
-            ["--additional-config", '{"h2o": {}}'],
-            ["--grpc"],
-            ["--grpc-port", "1"],
+            (["--scheduler-cls", "my.Scheduler"], "--scheduler-cls"),
+            (["--worker-cls", "my.Worker"], "--worker-cls"),
+            (["--additional-config", '{"h2o": {}}'], "--additional-config"),
+            (["--grpc"], "--grpc"),
+            (["--grpc-port", "1"], "--grpc-port"),
+            *((["--port", port], f"--port {port}: must be 0 to 65535") for port in ("99999", "-1")),
+            # A path that does not exist is no name on a hub.
+            *(
+                (["--model", model], f"--model {model}: no such file or directory")
+                for model in ("/no/such", "./no-such", "~/no-such")
+            ),
         ],
     )
-    def test_conflict_is_refused_by_name(self, argv: list[str]) -> None:
-        with pytest.raises(ConfigError, match=argv[0]):
+    def test_what_cannot_be_is_refused_by_name(self, argv: list[str], says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
             self.prepared(*argv)
 
     def test_an_environment_without_our_plugin_or_middleware_is_refused(
@@ -170,9 +176,3 @@ def test_port_in_use_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None
         args, parser = cli.parse(["some/model", "--port", str(port)])
         with pytest.raises(ConfigError, match=f"--port {port}: already in use"):
             serve.serve(args, parser, cli.config_of(args))
-
-
-@pytest.mark.parametrize("model", ["/no/such", "./no-such", "~/no-such"])
-def test_a_path_that_does_not_exist_is_no_name_on_a_hub(model: str) -> None:
-    with pytest.raises(ConfigError, match=f"--model {model}: no such file or directory"):
-        TestPrepare.prepared("--model", model)

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.server.deaths import dies_in_public, processes
-from tests.server.live_server import KEY, MODEL, LiveServer, live_server
+from tests.server.live_server import MODEL, LiveServer, live_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -110,13 +109,6 @@ def test_embeddings_are_what_their_tokens_are(client: openai.OpenAI, tiny_model:
     assert said.kv_cache | {"tokens_cached": 0} == expected.kv_cache | {"tokens_cached": 0}
     with pytest.raises(openai.BadRequestError, match=f"a prompt of {length} tokens"):
         by_rows(length, **WHOLE)
-
-
-def test_the_configuration_says_what_is_bounded(server: LiveServer) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    config = httpx.get(f"{server.url}/plugins/h2o/config", headers=headers).json()
-    assert config["defaults"]["kv_prefill_tokens"] == BOUND
-    assert config["kv_cache"]["num_tokens"] == POOL
 
 
 # Elastic requests

@@ -62,18 +62,6 @@ def test_a_start_shows_what_takes_long_or_says_how_much_fits(log: list[str]) -> 
     assert len(log) == 2 + 4
 
 
-@pytest.mark.parametrize("how", [*start_log.ASKS, "option"])
-def test_who_asks_for_a_log_gets_all_of_it(
-    how: str, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if how != "option":
-        monkeypatch.setenv(how, "INFO")
-    assert start_log.prepare() is (how == "option")
-    start_log.begin(log=how == "option", keep=False)
-    speak()
-    assert len(log) == 4
-
-
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_spawned_process_hides_warnings_before_vllm_logs_too(quiet: bool) -> None:
     code = """
@@ -120,34 +108,6 @@ def test_tracebacks_of_a_start_are_in_the_file_and_the_reason_in_the_line(
     text = file.read_text()
     for part in ("raise error", "what it led to", "what Python says", str(ENGINE_FAILED)):
         assert part in text
-
-
-def test_what_the_server_logs_and_survives_is_no_reason_and_debugging_prints_all(
-    log: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_log.begin(log=False, keep=False)
-    fail(ValueError("survived"))
-    assert start_log.failed(KeyError("x")).startswith("KeyError: 'x' (traceback: ")
-    assert len(log) == 1
-    start_log.end()
-    # The filter of the server before is still there.
-    start_log.begin(log=False, keep=True)
-    fail(ValueError("said"))
-    assert "Traceback" in log[1] and "ValueError: said" in log[1]
-    assert start_log.failed(fail(ValueError("bad"))) == "ValueError: bad"
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_a_server_that_is_up_logs_tracebacks_and_leaves_no_file(
-    log: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_log.begin(log=False, keep=False)
-    start_log.end()
-    fail(ValueError("later"))
-    assert "Traceback" in log[0] and list(tmp_path.iterdir()) == []
-    # Nor is one made for what ends it.
-    assert start_log.failed(ENGINE_FAILED) == f"RuntimeError: {ENGINE_FAILED}"
-    assert "Engine core" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 class Limits(BaseModel):

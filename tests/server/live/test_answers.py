@@ -123,20 +123,6 @@ def test_several_sequences_are_reported_one_by_one(
         assert report[key] == sum(sequence[key] for sequence in report["sequences"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"kv_budget": 1.5}, "kv_budget"), ({"vllm_xargs": {"kv_transfer_params": "x"}}, "kv_transfer_params")],
-)  # fmt: skip
-def test_bad_value_is_a_400_and_the_next_request_works(
-    client: openai.OpenAI, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt="Hello", extra_body=fields)
-    error: Any = caught.value.body
-    assert error["param"] == param and param in error["message"]
-    assert complete(client, max_tokens=2).kv_cache["tokens_seen"] > 0
-
-
 def test_requests_of_eight_budgets_finish_and_leave_the_pool_empty(
     server: LiveServer, client: openai.OpenAI
 ) -> None:

@@ -117,25 +117,6 @@ def test_answers_to_one_question_share_it(client: openai.OpenAI) -> None:
     assert all(sequence["tokens_evicted"] > 0 for sequence in sequences)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}, "needs a system"),
-        ("/v1/completions", {"prompt": "Hi"}, "is in chats only"),
-        ("/v1/responses", {"input": "Hi"}, "needs a system"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_system_part_is_a_400(
-    server: LiveServer, path: str, body: dict[str, Any], says: str, stream: bool
-) -> None:
-    common = {"model": MODEL, "max_tokens": 300, "kv_budget": 0.2, "kv_protect": "system"}
-    answer = server.post(path, {**common, **body, "stream": stream})
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
-
-
 def test_system_part_of_other_apis(server: LiveServer, client: openai.OpenAI) -> None:
     fields = {"kv_budget": 0.2, "kv_protect": "system"}
     answer: Any = client.responses.create(

@@ -161,27 +161,6 @@ def test_one_layer_and_head_holds_as_many_as_the_report_says(
     assert of_all in visit.page.inner_text("#summary")
 
 
-def test_heads_that_share_are_said_to_hold_different_numbers(
-    browser: Any, server: LiveServer
-) -> None:
-    page = Visit(browser, server).ready().page
-    page.evaluate(
-        """async () => (await import("./picture.js")).show({
-            layers: 1, kv_heads: 2, evicted_at: [5], kept: [0, 0, 1, 1, 2, 2],
-            lost: [[[1, 2, 0, 4], [1, 4, 0, 2]]],
-        }, [..."abcdefg"], "c")"""
-    )
-    said = "Of 6 tokens each layer and head holds 3 on average (2 to 4), its own choice: "
-    assert page.inner_text("#summary") == f"{said}2 are held by all, 2 by none."
-    page.select_option("#head", "0")
-    assert "each layer and head holds 4, its own choice" in page.inner_text("#summary")
-    page.select_option("#head", "")
-    # Before the eviction, five tokens were there.
-    page.evaluate("document.querySelector('#time').value = 0")
-    page.locator("#time").dispatch_event("input")
-    assert page.inner_text("#summary").startswith("Of 5 tokens each layer and head holds 5, its")
-
-
 def test_the_slider_goes_back_to_before_the_evictions(visit: Visit, report: dict[str, Any]) -> None:
     evicted_at = report["trace"]["evicted_at"]
     assert len(evicted_at) > 1
@@ -192,30 +171,6 @@ def test_the_slider_goes_back_to_before_the_evictions(visit: Visit, report: dict
         assert [name.split()[1] == "future" for name, _ in shown].count(False) == seen
         sums.append(sum(share for _, share in shown[: evicted_at[0]]))
     assert sums[0] == evicted_at[0] and sums == sorted(sums, reverse=True)
-
-
-def test_arrow_keys_move_from_token_to_token(visit: Visit, report: dict[str, Any]) -> None:
-    visit.page.focus("#tokens")
-    before = visit.page.inner_text("#token")
-    visit.page.keyboard.press("ArrowRight")
-    after = visit.page.inner_text("#token")
-    assert int(after.split(":")[0]) == int(before.split(":")[0]) + 1
-    # The code is where the picture begins.
-    assert "secret" in before or "code" in before
-
-
-def test_budget_policy_and_window_are_those_that_were_chosen(
-    visit: Visit, report: dict[str, Any]
-) -> None:
-    visit.choose("budget", 0.6)
-    assert visit.page.inner_text("#budget-value") == "60 %"
-    more = visit.ask()
-    assert more["budget"] == 0.6 and more["tokens_held"] > 2 * report["tokens_held"]
-    visit.page.select_option("#policy", "auto")
-    # A policy brings its own window.
-    assert (report["recent"], visit.ask()["recent"]) == (0.5, 0.25)
-    visit.page.fill("#recent", "0.4")
-    assert visit.ask()["recent"] == 0.4
 
 
 def test_it_asked_this_server_only_and_complained_of_nothing(
@@ -276,26 +231,6 @@ def test_an_answer_comes_without_its_trace_where_too_many_are_traced(
         visit.click("#find")
     assert refusal in visit.page.inner_text("#no-picture")
     assert visit.shown("kept")["lossless"] == "no" and not visit.page.is_visible("#problem")
-
-
-def test_a_server_without_traces_and_settling_says_so_and_compares_answers(
-    browser: Any, server: LiveServer
-) -> None:
-    def without(route: Any) -> None:
-        config = route.fetch().json()
-        config["limits"] |= {"kv_trace": False, "no_settling_reason": "it is full"}
-        route.fulfill(json=config)
-
-    visit = Visit(browser, server, path="/health")
-    page = visit.page
-    page.route("**/plugins/h2o/config", without)
-    page.goto(f"{server.url}/h2o/")
-    visit.ready().page.fill("#max-tokens", "8")
-    assert "does not trace" in page.inner_text("#no-picture")
-    said = page.locator("#settle:disabled + small").inner_text()
-    assert said == "0 on this server: it is full"
-    visit.click("#find")
-    assert visit.shown("full")["lossless"] == "yes" and not page.is_visible("#problem")
 
 
 def test_who_has_no_key_is_asked_for_it(browser: Any, server: LiveServer) -> None:

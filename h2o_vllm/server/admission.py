@@ -23,11 +23,11 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.blocks.counts.settling import schedule_of
 from h2o_vllm.blocks.counts.trace import check_traceable
-from h2o_vllm.config.keys import REPORT_KEY
+from h2o_vllm.config.keys import CONFIG_KEY, REPORT_KEY
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
 from h2o_vllm.engine.support.drafts import drafts_of_step
-from h2o_vllm.errors import BudgetError
+from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.system_prefix import NO_ROLES, SystemPrefix
 
@@ -82,9 +82,18 @@ def http_request() -> Iterator[HTTPRequest]:
         _current.reset(token)
 
 
-async def other_groups(engine_client: Any) -> tuple[OtherGroup, ...]:
-    """Blocks that layers without eviction take for one request, from the workers."""
-    first_rank, *_ = await engine_client.collective_rpc("other_groups")
+async def other_groups(engine_client: Any, engine: VllmConfig) -> tuple[OtherGroup, ...]:
+    """Blocks that layers without eviction take for one request, from the workers of all engines.
+
+    Raises:
+        ConfigError: an engine has other options than this server.
+    """
+    options = engine.additional_config.get(CONFIG_KEY, {})
+    try:
+        first_rank, *_ = await engine_client.collective_rpc("other_groups", args=(options,))
+    except Exception as error:  # noqa: BLE001 - the client raises no other class
+        # vLLM carries a worker's error as text.
+        raise ConfigError(str(error)) from None
     return tuple(OtherGroup(*group) for group in first_rank)
 
 

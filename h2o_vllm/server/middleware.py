@@ -98,8 +98,9 @@ class KVCacheMiddleware:
         """Bind before the first request, so that a failure ends the start instead of a request."""
         global _startup_error  # noqa: PLW0603 - vLLM builds the application: ``serve`` never meets it
         try:
-            client = scope["app"].state.engine_client
-            self._other_groups = await admission.other_groups(client)
+            state = scope["app"].state
+            client = state.engine_client
+            self._other_groups = await admission.other_groups(client, state.vllm_config)
             self._bind(scope["app"])
             engine_death.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:

@@ -11,6 +11,8 @@ import torch
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.blocks.plan import EvictionParams, StepPlan
+from h2o_vllm.config.keys import CONFIG_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState
@@ -153,3 +155,12 @@ def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
     assert state.rows(common) is None
     with pytest.raises(RuntimeError, match="evicting"):
         state.finish_step()
+
+
+def test_an_engine_refuses_a_server_with_other_options() -> None:
+    """A head and its ``--headless`` engines: vLLM's handshake does not compare them."""
+    engine = H2OConfig(kv_budget=0.5).to_mapping()
+    worker = bare_worker(vllm_config=SimpleNamespace(additional_config={CONFIG_KEY: engine}))
+    assert worker.other_groups(engine) == []
+    with pytest.raises(ConfigError, match=r"--kv-budget is 0\.2 here and 0\.5 there$"):
+        worker.other_groups(H2OConfig(kv_budget=0.2).to_mapping())

@@ -83,7 +83,7 @@ def test_law12_drafters_are_not_ranked_and_their_memory_is_counted(drafting: Eng
     drafter = worker._drafter_layers()
     assert len(state.kv_caches) == len(state.scores) == 3
     assert len(state.drafter_caches) == len(drafter) == len(worker.get_kv_cache_spec()) - 3
-    assert worker.other_groups() == []
+    assert worker._other_groups == ()
     (config,) = [worker.model_runner.kv_cache_config]
     assert len(config.kv_cache_groups) == 1
     kv = sum(spec.page_size_bytes for spec in worker.get_kv_cache_spec().values())

@@ -230,7 +230,7 @@ async def test_client_is_wrapped_once() -> None:
     assert type(engine).generate is Engine.generate
 
 
-@pytest.mark.parametrize("broken", ["config", "client", "key"])
+@pytest.mark.parametrize("broken", ["config", "client", "key", "engine"])
 async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +242,8 @@ async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
         app.state.engine_client = SimpleNamespace(
             logger_manager=None, collective_rpc=Engine().collective_rpc
         )
+    elif broken == "engine":
+        app.state.engine_client.refusal = "--kv-budget is 0.2 here and 0.5 there"
     else:
         app.state.vllm_config.additional_config = {}
     sent: list[Any] = []
@@ -256,3 +258,4 @@ async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
     assert sent[0]["type"] == "lifespan.startup.failed"
     assert middleware.startup_error() == sent[0]["message"]
     assert broken != "client" or "generate" in sent[0]["message"]
+    assert broken != "engine" or "0.2 here and 0.5 there" in sent[0]["message"]

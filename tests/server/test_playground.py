@@ -101,7 +101,7 @@ async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
 ) -> None:
     engine = Engine()
 
-    async def told(_: str) -> Any:
+    async def told(_: str, args: Any) -> Any:
         return [beside]
 
     engine.collective_rpc = told  # type: ignore[method-assign]

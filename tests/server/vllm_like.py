@@ -37,12 +37,18 @@ class Engine:
         self.aborted = 0
         self.allowed = tokens
         self.errored = False
+        self.refusal: str | None = None
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.errored = True
 
-    async def collective_rpc(self, method: str) -> list[list[tuple[int, int]]]:
+    async def collective_rpc(
+        self, method: str, args: tuple[dict[str, Any]]
+    ) -> list[list[tuple[int, int]]]:
         assert method == "other_groups"
+        if self.refusal is not None:
+            # As vLLM's client: a worker's error is text.
+            raise Exception(f"Call to collective_rpc method failed: {self.refusal}")  # noqa: TRY002
         return [[]]
 
     async def generate(

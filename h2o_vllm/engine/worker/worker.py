@@ -51,7 +51,7 @@ from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -119,8 +119,16 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     def _drafter_layers(self) -> frozenset[str]:
         return runner_drafter_layers(self.model_runner)
 
-    def other_groups(self) -> list[tuple[int, int]]:
-        """For the server: :class:`.OtherGroup` of each group of layers that is not evicted."""
+    def other_groups(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """For a server that starts: :class:`.OtherGroup` of each group of layers that is not evicted.
+
+        Args:
+            options: the server's :meth:`.H2OConfig.to_mapping`.
+
+        Raises:
+            ConfigError: the options are not this engine's, which was started on its own (``--headless``).
+        """
+        H2OConfig.from_mapping(options).check_same(self._h2o_config())
         return [(group.block_size, group.most) for group in self._other_groups]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

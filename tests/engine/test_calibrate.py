@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -130,12 +129,3 @@ def test_mistakes_are_one_line(
     line = capsys.readouterr().err.strip()
     assert line.startswith("python -m h2o_vllm.calibrate: error: ") and "\n" not in line
     assert said.format(tmp_path, tmp_path) in line
-
-
-def test_a_dependency_that_cannot_be_imported_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", None)
-    assert command.main(["--output", str(tmp_path / "b.h2o")]) == 2
-    line = capsys.readouterr().err.strip()
-    assert "error: the package vllm.engine.arg_utils is missing" in line and "\n" not in line

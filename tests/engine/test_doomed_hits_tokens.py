@@ -28,7 +28,6 @@ LENGTH = 330
 PREFIX = 200
 """Protected tokens: 224 in whole blocks."""
 BY_KEY = {"kv_budget": 0.3, "kv_policy": "key"}
-PREDICTED_AND_KEY = {"kv_budget": 0.3, "kv_policy": "predicted+key"}
 OTHERS: list[dict[str, Any] | None] = [
     None,
     BY_KEY | {"kv_recent": 0.25},
@@ -112,59 +111,6 @@ def test_law05_cold_and_warm_runs_are_one(
     assert_same(cold, warm, ranked_from=pinned if asked["kv_policy"] == "attention" else None)
     assert (meetings.count > 0) >= meets
     clean.scheduler.blocks.check_integrity(idle=True)
-
-
-@pytest.mark.slow
-def test_law05_readers_of_one_prompt_do_not_see_each_other(
-    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All start at once, on an empty cache: the first computes what the others read meanwhile."""
-    prompts = [text_tokens[400:600] + text_tokens[a : a + 130] for a in (900, 1000)]
-    asked = [
-        BY_KEY | {"kv_trace": True},
-        PREDICTED_AND_KEY,
-        *OTHERS,
-        {"kv_budget": 0.2, "kv_policy": "value", "kv_protect": PREFIX + 30},
-        BY_KEY | {"kv_recent": 0.0, "kv_trace": True},
-        PREDICTED_AND_KEY | {"kv_heads": "equal"},
-    ]
-    jobs = [(prompt, one) for prompt in prompts for one in asked]
-    alone = []
-    for prompt, one in jobs:
-        alone += clean.generate([prompt], one, max_tokens=44)
-        assert clean.llm.reset_prefix_cache()
-    meetings = Meetings(clean, monkeypatch)
-    together = clean.generate([p for p, _ in jobs], [one for _, one in jobs], max_tokens=44)
-    cached, pinned = [], 0
-    for (_, one), reference, output in zip(jobs, alone, together, strict=True):
-        assert tokens_of(output) == tokens_of(reference), one
-        # With it the trace.
-        assert kept_of(output) == kept_of(reference), one
-        report = report_of(output)
-        assert report["tokens_cached"] == output.num_cached_tokens
-        if report["policy"] in ("key", "predicted+key"):
-            cached.append(report["tokens_cached"])
-        pinned += bool((one or {}).get("kv_protect")) and report["tokens_cached"] > 0
-    assert sum(hit > 0 for hit in cached) >= 9 and pinned >= 4
-    assert meetings.count >= 3
-
-
-def test_law05_choices_of_one_prompt_are_one_alone(
-    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In a step of 512 tokens: all four prompts, as the last three read 160.
-    prompt, asked = text_tokens[300:540], BY_KEY
-    (alone,) = clean.generate([prompt], asked, max_tokens=60)
-    assert clean.llm.reset_prefix_cache()
-    meetings = Meetings(clean, monkeypatch)
-    # Sampled, as vLLM wants it with n, from one token.
-    likeliest = {"temperature": 1.0, "top_k": 1, "seed": 0}
-    (choices,) = clean.generate([prompt], asked, max_tokens=60, n=4, **likeliest)
-    assert [list(choice.token_ids) for choice in choices.outputs] == [tokens_of(alone)] * 4
-    assert meetings.count == 6
-    reports = choices.kv_transfer_params["h2o"]
-    read = 168 // BLOCK_SIZE * BLOCK_SIZE
-    assert sorted(one["tokens_cached"] for one in reports.values()) == [0, read, read, read]
 
 
 def test_law05_scores_of_others_mean_nothing(clean: Engine, text_tokens: list[int]) -> None:

@@ -24,18 +24,6 @@ def other(number: int, length: int = 200) -> list[int]:
     return list(range(10_000 * (number + 1), 10_000 * (number + 1) + length))
 
 
-def test_a_server_with_memory_to_spare_loses_nothing(model_dir: str) -> None:
-    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
-    for number in range(4):
-        rig.add(f"{number}", other(number), ELASTIC, max_tokens=60)
-    rig.run()
-    assert not rig.evictions
-    for number in range(4):
-        one = report(rig, f"{number}")
-        assert one["elastic"] and one["squeezed_at"] is None and one["tokens_evicted"] == 0
-        assert one["budget"] == 0.2
-
-
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", COUNTED)
 def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(

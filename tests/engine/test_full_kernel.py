@@ -15,7 +15,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import FULL_KERNELS
-from h2o_vllm.engine.cpu import worker as cpu_worker
 from h2o_vllm.engine.cpu.attention import kernels
 from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
@@ -23,8 +22,6 @@ from h2o_vllm.policy.policy import Policy
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.outputs import kept_of, logprobs_of, report_of, tokens_of
 from tests.engine.rows import rows_of
-
-MODULES = {name: f"h2o_vllm.kernels.cpu.{name}" for name in ("cpp", "reference")}
 
 ASKED: list[dict[str, Any] | None] = [
     None,
@@ -128,18 +125,6 @@ def test_law05_rows_without_scores_leave_all_scores_alone(
     assert 0 < scores.any(-1).any(-1).sum(1).max() <= 8
 
 
-@pytest.mark.e2e
-def test_by_default_our_kernels_serve_nobody_who_has_no_budget(
-    clean: Engine, text_tokens: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("our kernel was asked")
-
-    for name in ("attend_decode", "attend_prompt"):
-        monkeypatch.setattr(kernels, name, refuse)
-    clean.generate([text_tokens[:300], text_tokens[:40]], [None, {"kv_budget": 1.0}], max_tokens=3)
-
-
 def served(split: RowSplit) -> list[int]:
     """The rows of all kinds, with repetitions."""
     kinds = (split.decode_rows, split.prompt_rows, split.rest_rows)
@@ -176,19 +161,6 @@ def test_every_row_has_one_kernel_and_the_scored_ones_come_first(full: bool) -> 
         assert split.last.rows.tolist() == partly
         assert bool(split.rest_rows.numel()) is (not full and any(scored < query_lens))
     assert (mixed > 50) is full
-
-
-@pytest.mark.parametrize("name", ["cpp", "reference"])
-def test_whoever_asks_for_a_slow_kernel_is_warned(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(kernels, "load", lambda: SimpleNamespace(__name__=MODULES[name]))
-    monkeypatch.setattr(cpu_worker.logger, "warning", lambda text, *_: said.append(text))
-    cpu_worker.warn_if_slow()
-    assert ["--kv-full-kernel h2o without the C++" in text for text in said] == (
-        [True] if name == "reference" else []
-    )
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "reference"])

@@ -19,9 +19,8 @@ from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, NUM_BLOCKS, Engine,
 from tests.engine.outputs import kept_of, report_of, tokens_of
 from tests.engine.test_policies import assert_kept_as_by, model_of
 from tests.engine.test_policies import live_keys as equal_live_keys
-from tests.engine.test_trace import assert_sound, held
 from tests.reference.policies import load
-from tests.served import SERVED, SHARING
+from tests.served import SHARING
 
 pytestmark = pytest.mark.e2e
 
@@ -131,37 +130,6 @@ def test_law04_the_kept_set_equals_that_of_a_plain_model(
     policy = name.partition("-")[0]
     asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", **fields}
     assert_kept(clean, plain_model, text_tokens[300 : 300 + length], asked, calibrated)
-
-
-@pytest.mark.parametrize(
-    "policy", ["attention", pytest.param("predicted+value+end+key", marks=pytest.mark.slow)]
-)
-def test_law04_a_trace_says_what_each_head_keeps(
-    clean: Engine,
-    plain_model: torch.nn.Module,
-    text_tokens: list[int],
-    calibrated: str,
-    policy: str,
-) -> None:
-    prompt = text_tokens[300:700]
-    asked = {"kv_budget": 0.4, "kv_policy": policy, "kv_heads": "shared", "kv_recent": 0.25}
-    model = model_of(plain_model, asked, calibrated)
-    tokens, _ = model.generate(prompt, STEPS)
-    (plain,) = clean.generate([prompt], asked, max_tokens=STEPS)
-    (traced,) = clean.generate([prompt], asked | {"kv_trace": True}, max_tokens=STEPS)
-    assert tokens_of(plain) == tokens_of(traced) == tokens
-    trace = report_of(traced)["trace"]
-    assert_sound(trace, report_of(traced))
-    assert len(trace["evicted_at"]) == len(model.ranked) > 1
-    kept = [
-        [held(trace, layer, head) for head in range(trace["kv_heads"])]
-        for layer in range(trace["layers"])
-    ]
-    assert any(len({len(head) for head in heads}) > 1 for heads in kept)
-    assert kept == [
-        [model.kept(layer, head) for head in range(trace["kv_heads"])]
-        for layer in range(trace["layers"])
-    ]
 
 
 DRAWS = [0, pytest.param(1, marks=pytest.mark.slow)]
@@ -274,17 +242,3 @@ def test_law05_a_squeezed_request_is_its_replay(clean: Engine, text_tokens: list
         outputs = clean.generate(prompts, asked, max_tokens=NEW, logprobs=0)
     points = assert_replays(clean, prompts, asked, outputs)
     assert any(points) and None in points
-
-
-def test_law08_what_cannot_be_shared_is_an_error_of_the_request(
-    clean: Engine, text_tokens: list[int]
-) -> None:
-    """Offline; a server answers with a 400."""
-    bad = [{"kv_heads": "shared", "kv_policy": policy} for policy in {*SERVED} - {*SHARING}]
-    bad += [{"kv_heads": "global"}]
-    prompts = [text_tokens[:200]] * len(bad)
-    asked = [{"kv_budget": 0.3} | one for one in bad]
-    for output in clean.generate(prompts, asked, max_tokens=4):
-        assert output.outputs[0].finish_reason == "error"
-    (good,) = clean.generate(prompts[:1], {"kv_budget": 0.3, "kv_heads": "equal"}, max_tokens=4)
-    assert report_of(good)["heads"] == "equal"

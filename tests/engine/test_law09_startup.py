@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from h2o_vllm import plugin
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, evictable_spec
-from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
 from h2o_vllm.engine.support.check import check_supported, check_vllm_version, config_of
@@ -24,7 +21,6 @@ from h2o_vllm.engine.support.everywhere import SCHEDULER_CLS, is_our_scheduler
 from h2o_vllm.engine.worker.binding import (
     check_evictable,
     evictable_group,
-    large_blocks_note,
     leave_out_idle_windows,
 )
 from h2o_vllm.errors import ConfigError
@@ -44,36 +40,6 @@ def set_path(root: object, path: str, value: object) -> None:
     for name in parents:
         root = getattr(root, name)
     object.__setattr__(root, last, value)
-
-
-def test_heads_of_several_ranks_cannot_share(rig: Rig) -> None:
-    config = copy.copy(rig.config)
-    object.__setattr__(config, "parallel_config", copy.copy(config.parallel_config))
-    set_path(config, "parallel_config.tensor_parallel_size", 2)
-    set_path(config, "additional_config", {"h2o": {}})
-    check_supported(config)
-    set_path(config, "additional_config", {"h2o": {"kv_heads": "shared"}})
-    with pytest.raises(ConfigError, match=r"--kv-heads: .*\(with tensor parallelism"):
-        check_supported(config)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("parallel_config.tensor_parallel_size", 2),
-        ("parallel_config.pipeline_parallel_size", 2),
-        ("device_config.device_type", "cuda"),
-    ],
-)
-def test_traces_are_made_on_cpus_by_one_worker(rig: Rig, path: str, value: object) -> None:
-    config = copy.copy(rig.config)
-    for name in ("parallel_config", "device_config"):
-        object.__setattr__(config, name, copy.copy(getattr(config, name)))
-    set_path(config, "additional_config", {"h2o": {"kv_trace": True}})
-    check_supported(config)
-    set_path(config, path, value)
-    with pytest.raises(ConfigError, match="--kv-trace on GPUs"):
-        check_supported(config)
 
 
 def test_law09_copies_of_a_head_rank_by_no_attention(rig: Rig) -> None:
@@ -128,12 +94,6 @@ def test_another_vllm_is_refused(
 def test_a_missing_calibration_is_noticed_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--kv-calibration .*none\.h2o: no such file"):
         engine_args(kv_calibration=str(tmp_path / "none.h2o"))
-
-
-def test_a_dependency_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    with pytest.raises(ConfigError, match=r"the package vllm\.platforms is missing"):
-        engine_args()
 
 
 def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,26 +167,6 @@ def test_sliding_windows_in_the_blocks_of_full_attention_are_refused(
         evictable_group([(object.__new__(H2OMetadataBuilder), group)], H2OMetadataBuilder)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"kv_budget": 0.0}, "--kv-budget"),
-        ({"kv_budget_min": 0.5, "kv_budget": 0.2}, "--kv-budget-min"),
-        ({"kv_budget_max": 0.5}, "would be refused"),
-        ({"kv_policy": "best"}, "--kv-policy"),
-        ({"kv_protect": "question"}, "--kv-protect"),
-        ({"kv_protect": 9, "kv_protect_max": 8}, "--kv-protect-max"),
-        ({"kv_full_kernel": "torch"}, "--kv-full-kernel: "),
-        ({"kv_calibration": 1}, "--kv-calibration: "),
-        ({"kv_bugdet": 0.2}, "kv_bugdet"),
-    ],
-    ids=str,
-)
-def test_bad_start_up_values_name_their_flag(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        H2OConfig.from_mapping(options)
-
-
 def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> None:
     class Mine(H2OScheduler):
         """An operator's."""
@@ -269,18 +209,3 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reas
             config_of(engine(kv_heads="shared"))
     else:
         assert config_of(engine(kv_heads="shared")).kv_heads == "shared"
-
-
-@pytest.mark.parametrize(
-    ("block", "budget", "says"),
-    [
-        (544, 0.2, "544 tokens.* before 680 tokens at budget 0.2"),
-        (4128, 0.2, "4,128 tokens.* before 5,160 tokens"),
-        (544, 1.0, r"before 544 / \(1 - budget\) tokens"),
-    ],
-)
-def test_blocks_as_large_as_a_state_are_said_at_the_start(
-    block: int, budget: float, says: str
-) -> None:
-    assert re.search(says, large_blocks_note(block, budget))
-    assert not large_blocks_note(128, budget)

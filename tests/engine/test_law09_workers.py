@@ -17,9 +17,9 @@ from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
-from h2o_vllm.engine.worker.binding import kv_owners
+from h2o_vllm.engine.worker.binding import check_drafter, evictable_group, kv_owners
 from h2o_vllm.errors import ConfigError
-from tests.engine.scheduling import HEADS
+from tests.engine.scheduling import HEADS, WINDOW
 
 SPEC = H2OAttentionSpec(block_size=16, **HEADS)
 
@@ -164,3 +164,31 @@ def test_an_engine_refuses_a_server_with_other_options() -> None:
     assert worker.other_groups(engine) == []
     with pytest.raises(ConfigError, match=r"--kv-budget is 0\.2 here and 0\.5 there$"):
         worker.other_groups(H2OConfig(kv_budget=0.2).to_mapping())
+
+
+def test_a_drafter_lies_in_the_blocks_of_full_attention_or_nothing_starts() -> None:
+    one, drafter = {"model": SPEC, "drafter": SPEC}, frozenset({"drafter"})
+    check_drafter(one, drafter, has_kv=True)
+    check_drafter({"model": SPEC, "window": WINDOW}, frozenset(), has_kv=False)
+    for layers, has_kv in ((frozenset(), True), (frozenset({"elsewhere"}), True), (drafter, False)):
+        with pytest.raises(ConfigError, match="did not find the KV of the drafter"):
+            check_drafter(one, layers, has_kv=has_kv)
+    for name in ("model", "drafter"):
+        with pytest.raises(ConfigError, match=r"SlidingWindowSpec.*Leave --speculative-config out"):
+            check_drafter({**one, name: WINDOW}, drafter, has_kv=True)
+
+
+def test_a_drafters_layers_are_not_in_the_evictable_group() -> None:
+    builder = object.__new__(H2OMetadataBuilder)
+    model, apart, joined = (
+        SimpleNamespace(kv_cache_spec=SPEC, layer_names=names)
+        for names in (["model"], ["drafter"], ["model", "drafter"])
+    )
+    drafter = frozenset({"drafter"})
+    pairs = [(builder, apart), (builder, model)]
+    found = evictable_group(pairs, H2OMetadataBuilder, drafter)
+    assert found == (builder, model, ["model"])
+    found = evictable_group([(builder, joined)], H2OMetadataBuilder, drafter)
+    assert found == (builder, joined, ["model"])
+    with pytest.raises(ConfigError, match="needs one group of evictable layers"):
+        evictable_group(pairs, H2OMetadataBuilder)

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from vllm.lora.ops.torch_ops import bgmv_shrink
 
-from h2o_vllm.engine.cpu.worker import warn_of_mixed_adapters
 from loadtest.common.tiny_model import VOCABULARY, make_tiny_model
 from tests.engine.adapters import make_adapters, say
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
@@ -41,25 +38,6 @@ def prompts(count: int, length: int) -> list[list[int]]:
         torch.randint(0, VOCABULARY, (length + 17 * i,), generator=generator).tolist()
         for i in range(count)
     ]
-
-
-def test_an_error_of_vllms_is_said_at_start(
-    adapters: tuple[Engine, list[Any]], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = adapters[0].worker.vllm_config
-    name = "vllm.h2o_vllm.engine.cpu.worker"
-    with caplog.at_level("WARNING", name):
-        warn_of_mixed_adapters(config)
-        without = copy.copy(config)
-        without.lora_config = None
-        warn_of_mixed_adapters(without)
-    (line,) = [one.getMessage() for one in caplog.records if one.name == name]
-    assert "--max-loras (3)" in line
-    # Once vLLM tells "none" from the last slot, warning and spare slot can go.
-    weights = torch.stack([torch.zeros(1, 2, 3), torch.ones(1, 2, 3)])
-    out = torch.zeros(1, 2)
-    bgmv_shrink(torch.ones(1, 3), weights, out, torch.tensor([-1]))
-    assert out.tolist() == [[3.0, 3.0]]
 
 
 def test_law05_tokens_do_not_depend_on_other_adapters_in_the_batch(

@@ -126,24 +126,6 @@ def test_turns_that_have_lost_their_blocks_are_counted(model_dir: str) -> None:
     assert "anew" in running(rig) and turns <= TURNS_AHEAD
 
 
-def test_what_is_freed_later_is_taken_before(model_dir: str) -> None:
-    """vLLM takes free blocks in the order in which they were freed."""
-    rig = made(model_dir, 64, kv_turn_seconds=LONG)
-    rig.add("plain", range(7000, 7480), max_tokens=40)
-    said = turn(rig, "first", PROMPT)
-    while "plain" not in rig.reports:
-        rig.step()
-    rig.add("waits", range(20_000, 21_500), ASKED)
-    rig.step()
-    rig.add("anew", range(9000, 9480), max_tokens=2)
-    while "anew" not in rig.reports:
-        rig.step()
-    rig.add("second", [*said, *range(20)], ASKED)
-    while "second" not in rig.reports:
-        rig.step()
-    assert cached(rig, "second") == 400
-
-
 def test_a_reader_of_what_others_hold_does_not_wait(model_dir: str) -> None:
     """Blocks that it shares with a running request are not taken from the free ones."""
     rig = made(model_dir, 53, kv_turn_seconds=LONG)

@@ -65,20 +65,6 @@ def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
     assert one["peak_blocks"] == BOUND // BLOCK
 
 
-@pytest.mark.parametrize("policy", ["h2o", "window"])
-def test_law07_only_what_precedes_the_first_eviction_is_published(
-    model_dir: str, policy: str
-) -> None:
-    rig = Rig(model_dir, 200, max_num_batched_tokens=512, kv_min_tokens=16)
-    prompt = prompt_of(0, 600)
-    rig.add("a", prompt, ASKED | {"kv_policy": policy}, max_tokens=20)
-    rig.run()
-    rig.add("b", prompt, None, max_tokens=2)
-    rig.run()
-    published = BOUND // 4 if policy == "h2o" else BOUND
-    assert report(rig, "b")["tokens_cached"] == published
-
-
 def test_elastic_request_with_a_prompt_beyond_its_bound_is_lossless_no_more(model_dir: str) -> None:
     """One that stays within it is, though."""
     rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
@@ -90,29 +76,6 @@ def test_elastic_request_with_a_prompt_beyond_its_bound_is_lossless_no_more(mode
     assert report(rig, "long")["tokens_held"] <= math.ceil(0.2 * 520) + BLOCK
     assert report(rig, "short")["squeezed_at"] is None
     assert report(rig, "short")["tokens_evicted"] == 0
-
-
-@pytest.mark.parametrize(
-    ("asked", "max_tokens"),
-    [
-        ({}, 8),
-        ({"kv_budget": 0.2}, 8),
-        (ASKED | {"kv_budget": 1.0}, 200),
-        (ASKED | {"kv_protect": 600}, 8),
-    ],
-    ids=["full", "budget", "answer", "protected"],
-)
-def test_what_never_fits_is_refused_and_hurts_nobody(
-    model_dir: str, asked: dict[str, Any], max_tokens: int
-) -> None:
-    """It would be preempted and begun anew for ever."""
-    rig = Rig(model_dir, 20, max_num_batched_tokens=64, kv_min_tokens=16)
-    rig.add("good", prompt_of(0, 700), ASKED, max_tokens=20)
-    rig.add("bad", prompt_of(1, 700), asked, max_tokens=max_tokens)
-    rig.run()
-    assert len(rig.tokens["good"]) == 20
-    assert rig.tokens["bad"] == []
-    assert rig.preemptions == 0
 
 
 @pytest.mark.parametrize(

@@ -97,30 +97,9 @@ def test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before(
     assert evictions(preempt=True) == calm
 
 
-def test_a_prompt_that_is_too_long_to_protect_is_refused(model_dir: str) -> None:
-    rig = Rig(model_dir, 40, kv_min_tokens=16, kv_protect_max=100)
-    good = rig.add("good", PROMPT[:100], {"kv_budget": 0.5, "kv_protect": "prompt"}, max_tokens=5)
-    bad = rig.add("bad", PROMPT[:101], {"kv_budget": 0.5, "kv_protect": "prompt"}, max_tokens=5)
-    rig.run()
-    assert str(bad.get_finished_reason()) == "error"
-    assert str(good.get_finished_reason()) == "length"
-
-
 def test_a_server_wide_default_protects_as_much_as_is_allowed(model_dir: str) -> None:
     rig = Rig(model_dir, 40, kv_min_tokens=16, kv_protect="prompt", kv_protect_max=100)
     for length, pinned in ((100, 112), (101, 112), (40, 48)):
         rig.add(str(length), PROMPT[:length], {"kv_budget": 0.5}, max_tokens=60)
         rig.run()
         assert rig.reports[str(length)]["0"]["tokens_protected"] == pinned
-
-
-def test_a_short_prompt_is_protected_unless_somebody_says_otherwise(model_dir: str) -> None:
-    """Four floors are short: the answer alone is evicted from. Of a longer prompt nothing is protected."""
-    rig = Rig(model_dir, 60, kv_min_tokens=16, kv_protect=None)
-    for length, asked, pinned in ((64, {}, 64), (65, {}, 0), (64, {"kv_protect": 0}, 0)):
-        name = f"{length} {asked}"
-        rig.add(name, PROMPT[:length], {"kv_budget": 0.2, **asked}, max_tokens=90)
-        rig.run()
-        assert rig.reports[name]["0"]["tokens_protected"] == pinned
-        evicted = [e for e in rig.evictions if e.request_id == name]
-        assert min(index for e in evicted for index in e.holes) == pinned // 16

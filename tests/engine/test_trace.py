@@ -182,10 +182,3 @@ def test_the_offline_api_refuses_what_cannot_be_traced(
     assert rig.tokens["long"] == rig.tokens["stops"] == []
     assert len(rig.tokens["fine"]) == 8
     assert rig.reports["fine"]["0"]["trace"]["lost"] == [[[0, 107]]]
-
-
-def test_nobody_may_ask_where_the_server_does_not_say_so(model_dir: str) -> None:
-    rig = Rig(model_dir, 40)
-    rig.add("a", range(100), {"kv_trace": True})
-    rig.run()
-    assert rig.tokens["a"] == []

@@ -22,14 +22,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionLayer,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends import fa_utils, flash_attn, triton_attn
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -98,12 +94,6 @@ def test_fields(owner: type, names: str) -> None:
     assert set(names.split()) <= {field.name for field in dataclasses.fields(owner)}
 
 
-def test_a_graph_description_can_be_extended_and_compared() -> None:
-    description = cudagraph_utils.BatchExecutionDescriptor
-    assert dataclasses.is_dataclass(description)
-    assert description.__dataclass_params__.frozen and description.__dataclass_params__.eq
-
-
 def test_flash_attention_takes_what_we_give_it() -> None:
     """Its package does not load without its extensions: the signature is read from the text."""
     folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
@@ -121,15 +111,6 @@ def test_flash_attention_takes_what_we_give_it() -> None:
     ]
     given = {keyword.arg for keyword in call.keywords}
     assert {"return_softmax_lse", "q_descale"} <= given <= taken
-
-
-def test_layers_have_the_scales_of_8_bit_kv() -> None:
-    assert set(AttentionLayer.__annotations__) >= {"_q_scale", "_k_scale", "_v_scale"}
-
-
-def test_our_place_in_the_registry_is_free() -> None:
-    assert AttentionBackendEnum.CUSTOM.value is None
-    assert AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value > AttentionCGSupport.NEVER.value
 
 
 @pytest.mark.parametrize("more", [(), (64,), (None,)], ids=["0.32", "0.33", "0.33-unlimited"])
@@ -165,8 +146,3 @@ def test_a_cpus_generators_cannot_be_wound_back() -> None:
     """When this fails, ``runner_spared_generators`` can go."""
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator("cpu").get_offset()
-
-
-def test_one_scheduler_serves_both_modes() -> None:
-    """Ours passes by what the asynchronous one adds, where steps are synchronous."""
-    assert AsyncScheduler.__bases__ == (Scheduler,)

@@ -86,6 +86,17 @@ class Part:
     first: int
     of_all_heads: bool
 
+    def by_head(self, size: int, layers: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Of features and constants: [L, M, KH, F], or [L, M, 1, F] of each head's own; and [L, 1, M, 1].
+
+        Args:
+            size: D. layers: which ones of the worker's.
+        """
+        weights = self.weights[layers]
+        return weights[..., :-1].unflatten(-1, (-1, 2 * size - self.rotation.size // 2)), weights[
+            :, None, :, -1:
+        ]
+
     def sums(self, keys: Tensor, values: Tensor, layers: slice = slice(None)) -> Tensor:
         """This rank's part of the logarithm of the attention that tokens are expected to get, [L, m, M, BS].
 
@@ -93,15 +104,13 @@ class Part:
             keys, values: of m blocks, [L, m, KH, BS, D], float32. layers: which ones of the worker's.
         """
         lengths = key_lengths(keys, self.rotation)
-        heads, count = keys.shape[2], lengths.shape[-1]
-        weights, constant = self.weights[layers].split([self.weights.shape[2] - 1, 1], -1)
-        if across := weights.shape[-1] == heads * (count + values.shape[-1]):
-            by_head = weights.unflatten(-1, (heads, -1)).transpose(1, 2)[:, None]
-        else:
-            by_head = weights[:, None, :, None]
+        count, (weights, constant) = lengths.shape[-1], self.by_head(keys.shape[-1], layers)
+        if across := weights.shape[2] == keys.shape[2]:
+            weights = weights.transpose(1, 2)
+        weights = weights[:, None]
         # No copy that has both; weights go first, as a matrix of few rows times a wide one is fast.
-        found = by_head[..., :count] @ lengths.mT + by_head[..., count:] @ values.mT
-        return (found.sum(2) if across else found.squeeze(3)) + constant[:, None]
+        found = weights[..., :count] @ lengths.mT + weights[..., count:] @ values.mT
+        return (found.sum(2) if across else found.squeeze(3)) + constant
 
     def on(
         self, device: torch.device | str, size: int, scales: tuple[Tensor, Tensor] | None

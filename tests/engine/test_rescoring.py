@@ -20,11 +20,11 @@ from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.file import Calibration, Part, Traits, attention_of
 from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
 from h2o_vllm.policy.formulas import draws, first_scores
-from h2o_vllm.policy.fresh import Centre, Fresh
+from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Collects
 from tests.calibration.made import calibration_of
-from tests.policy.cases import JOINS, measures_of
+from tests.policy.cases import JOINS, centre_of, measures_of
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 60, 2, 16, 16
 ROTATIONS = [Rotation(SIZE), Rotation(SIZE, True), Rotation(12), Rotation(4, True), Rotation(0)]
@@ -84,10 +84,7 @@ def wanted(rescorer: Rescorer, one: Eviction, compared: Sequence[int]) -> Tensor
     """
     policy, blocks = Policy.of(one.ranks), one.fresh_blocks
     keys, values = tokens_of(rescorer, compared)
-    centre = Centre.begin(LAYERS, HEADS, SIZE, keys.device)
-    centre.add(keys[:, None], values[:, None])
-    centre.complete(keys.shape[2])
-    centre.add_distances(centre.distances(values[:, None]))
+    centre = centre_of(keys, values)
     keys, values = tokens_of(rescorer, blocks)
     scores, part = plane_of(rescorer.scores, blocks), rescorer.calibration
     late = scores
@@ -163,7 +160,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_later_evictions_take_few_operations_together_and_none_waits() -> None:
-    """On GPUs each is a launch. Beside 45 there is one per layer, which reads its KV."""
+    """On GPUs each is a launch. Beside 41 there is one per layer, which reads its KV."""
     rescorer, counted = rescorer_of(together=64), []
     rescorer.rescore([first_of("value+end+key", str(i)) for i in range(3)])
     for count in (1, 3):
@@ -172,7 +169,7 @@ def test_later_evictions_take_few_operations_together_and_none_waits() -> None:
             rescorer.rescore(laters)
         assert not {"_local_scalar_dense", "nonzero", "is_nonzero"} & {*calls.counted}
         counted.append(calls.counted.total())
-    assert max(counted) <= 45 + LAYERS
+    assert max(counted) <= 41 + LAYERS
 
 
 def test_a_replayed_request_takes_its_centre_anew() -> None:

@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 
 from h2o_vllm.policy.formulas import first_scores
-from h2o_vllm.policy.fresh import Centre, Fresh
+from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy, joinable_ranks
 
 _RANKS = joinable_ranks(calibrated=True)
@@ -16,6 +16,8 @@ JOINS = [
     "+".join(ranks) for count in range(1, len(_RANKS) + 1) for ranks in combinations(_RANKS, count)
 ]
 """Every set of ranks that may be joined, by name."""
+MEASURES = ("similarity", "deviation")
+"""Of a :class:`.Centre`."""
 
 
 def scored(policy: str, fresh: Fresh) -> torch.Tensor:
@@ -41,6 +43,21 @@ def fresh_of(
     )
 
 
+def centre_of(keys: torch.Tensor, values: torch.Tensor) -> Centre:
+    """Of tokens, [L, KH, n, D]."""
+    layers, heads, count, size = keys.shape
+    centre, tokens = Centre.begin(layers, heads, size, keys.device), tokens_of(keys, values)
+    centre.add(tokens, MEASURES)
+    centre.complete(count)
+    centre.add_distances(centre.distances(tokens))
+    return centre
+
+
+def tokens_of(keys: torch.Tensor, values: torch.Tensor) -> Tokens:
+    """Of [L, KH, n, D] each, as one block."""
+    return Tokens(lambda: (keys[:, None], values[:, None]))
+
+
 def measures_of(
     keys: torch.Tensor, values: torch.Tensor, centre: Centre | None = None
 ) -> dict[str, torch.Tensor]:
@@ -49,14 +66,8 @@ def measures_of(
     Args:
         centre: of these tokens if ``None``.
     """
-    layers, heads, count, size = keys.shape
-    keys, values = keys[:, None], values[:, None]
-    taken = Centre.begin(layers, heads, size, keys.device) if centre is None else centre
-    if centre is None:
-        taken.add(keys, values)
-        taken.complete(count)
-        taken.add_distances(taken.distances(values))
+    tokens, centre = tokens_of(keys, values), centre or centre_of(keys, values)
     return {
-        "similarity": taken.similarity(keys),
-        "deviation": taken.deviation(taken.distances(values)),
+        "similarity": centre.similarity(tokens),
+        "deviation": centre.deviation(centre.distances(tokens)),
     }

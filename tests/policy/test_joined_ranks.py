@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from h2o_vllm.policy.formulas import FORMULAS, first_scores
-from h2o_vllm.policy.fresh import Centre, Fresh
+from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import RANKS, Collects
-from tests.policy.cases import JOINS, fresh_of, measures_of, scored
+from tests.policy.cases import JOINS, centre_of, fresh_of, measures_of, scored
 from tests.reference.layer import Layer
 from tests.reference.scores import ReferenceScores
 
@@ -58,10 +58,7 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
     scores, ranked, before = torch.zeros(1, HEADS, QUERIES), [], 0
     keys, values = layer.keys[None], layer.values[None]
     first_ranked = slice(*EVICTIONS[0][1:])
-    centre = Centre.begin(1, HEADS, SIZE, keys.device)
-    centre.add(keys[:, None, :, first_ranked], values[:, None, :, first_ranked])
-    centre.complete(first_ranked.stop - first_ranked.start)
-    centre.add_distances(centre.distances(values[:, None, :, first_ranked]))
+    centre = centre_of(keys[:, :, first_ranked], values[:, :, first_ranked])
     for seen, start, end in EVICTIONS:
         scores += rows[None, :, max(before, first) : seen].sum(2)
         late = rows[None, :, late_from:seen].sum(2)

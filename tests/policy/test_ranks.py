@@ -2,12 +2,13 @@
 """What is particular to each rank. All of them, and their sets: ``test_joined_ranks.py``."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from h2o_vllm.policy.formulas import draws
-from h2o_vllm.policy.fresh import Centre, head_number
-from tests.policy.cases import fresh_of, measures_of, scored
+from h2o_vllm.policy.fresh import Centre, Tokens, head_number
+from tests.policy.cases import MEASURES, centre_of, fresh_of, measures_of, scored
 
 
 def test_attention_is_h2os_sum_as_published() -> None:
@@ -53,10 +54,7 @@ def test_later_tokens_are_compared_with_the_first_ones() -> None:
     """One token's scores do not depend on those that are ranked with it."""
     gen = torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=gen)
-    centre = Centre.begin(2, 3, 8, keys.device)
-    centre.add(keys[:, None, :, :32], values[:, None, :, :32])
-    centre.complete(32)
-    centre.add_distances(centre.distances(values[:, None, :, :32]))
+    centre = centre_of(keys[:, :, :32], values[:, :, :32])
     later = measures_of(keys[:, :, 32:], values[:, :, 32:], centre)
     one = measures_of(keys[:, :, 35:36], values[:, :, 35:36], centre)
     directions = torch.nn.functional.normalize(keys, dim=-1)
@@ -70,12 +68,13 @@ def test_later_tokens_are_compared_with_the_first_ones() -> None:
 def test_a_centre_is_the_same_however_it_is_read() -> None:
     keys, values = torch.randn(2, 2, 6, 3, 16, 8, generator=torch.Generator().manual_seed(1))
     whole, parts = (Centre.begin(2, 3, 8, keys.device) for _ in range(2))
-    whole.add(keys, values)
+    tokens = Tokens(lambda: (keys, values))
+    whole.add(tokens, MEASURES)
     for some in (slice(2), slice(2, 5), slice(5, 6)):
-        parts.add(keys[:, some], values[:, some])
+        parts.add(Tokens(partial(lambda some: (keys[:, some], values[:, some]), some)), MEASURES)
     for one in (whole, parts):
         one.complete(6 * 16)
-        one.add_distances(one.distances(values))
+        one.add_distances(one.distances(tokens))
     torch.testing.assert_close(parts.data, whole.data)
     assert torch.isfinite(whole.data).all()
 

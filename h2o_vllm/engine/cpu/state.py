@@ -11,8 +11,10 @@ import torch
 
 from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
+from h2o_vllm.engine.cpu.reading import PagedReader
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.cpu.views import Look, Views
+from h2o_vllm.engine.worker.rescoring import KVReader
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
@@ -48,10 +50,11 @@ class CPUState(WorkerState):
         drafter_caches: KV of each layer of the drafter, in the same blocks; its tokens are not ranked.
     """
 
-    # A layer of 10,000 tokens of a small model, or of 2,000 of an 8B one, which then is read once, not twice.
+    # Of a prompt of 6,000 tokens three layers of a small model, which stay in the cache while they are read.
     # One by one, so that the others have no say in a request's rounding.
-    read_bytes: ClassVar = 16 << 20
+    read_bytes: ClassVar = 32 << 20
     rescored_together: ClassVar = 1
+    reader_class: ClassVar[type[KVReader]] = PagedReader
 
     row_request_ids: Callable[[], Sequence[str]]
     evicting: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_vllm.calibration.file import attention_of
 from h2o_vllm.policy.formulas import Order, draws, first_scores, order
-from h2o_vllm.policy.fresh import Centre, Fresh
+from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import Collects
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
     from h2o_vllm.calibration.file import Part
 
-_Tokens = Callable[[], Iterable[tuple[Tensor, Tensor]]]
-"""Keys and values, [l, m, KH, BS, D] each, of some blocks after the others."""
+_Read = Callable[[], Iterable[Tokens]]
+"""Tokens of some blocks after the others."""
 
 
 def known_blocks(eviction: Eviction) -> list[int]:
@@ -49,6 +49,14 @@ class KVReader:
 
     kv_caches: Sequence[Tensor]
     views: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def tokens(self, layers: slice, blocks: Tensor) -> Tokens:
+        """Of M blocks, [M], int64."""
+        return Tokens(functools.partial(self.read, layers, blocks))
+
+    def sums(self, part: Part, layers: slice, tokens: Tokens) -> Tensor:
+        """See :meth:`.Part.sums`; of what :meth:`tokens` gave for these layers."""
+        return part.sums(*tokens.both, layers)
 
     def read(self, layers: slice, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [L, M, KH, BS, D] each, float32, of M blocks, [M], int64."""
@@ -156,15 +164,15 @@ class Rescorer:
         if first and taken and not evictions[0].places:
             self._centres[evictions[0].request_id] = torch.cat(taken)
 
-    def _tokens(self, layers: slice, blocks: Tensor) -> _Tokens:
+    def _tokens(self, layers: slice, blocks: Tensor) -> _Read:
         """Keys and values of blocks in some layers, as many blocks at once as may be read of one layer.
 
         Read once if that is all of them, else each time.
         """
         parts = blocks.split(max(1, self.read_bytes // self._block_bytes))
 
-        def read() -> Iterator[tuple[Tensor, Tensor]]:
-            return (self.reader.read(layers, some) for some in parts)
+        def read() -> Iterator[Tokens]:
+            return (self.reader.tokens(layers, some) for some in parts)
 
         return read if len(parts) > 1 else functools.cache(lambda: list(read()))
 
@@ -173,7 +181,7 @@ class Rescorer:
         evictions: Sequence[Eviction],
         policy: Policy,
         layers: slice,
-        first: _Tokens | None,
+        first: _Read | None,
     ) -> Centre | None:
         """What the evictions' tokens are compared with in some layers; taken of ``first`` ones."""
         if not policy.compares:
@@ -185,45 +193,45 @@ class Rescorer:
         _, heads, block_size, width = self.reader.kv_caches[0].shape
         num_layers = len(self.reader.kv_caches[layers])
         centre = Centre.begin(num_layers, heads, width // 2, self.scores.device)
-        for keys, values in first():
-            centre.add(
-                keys if "similarity" in policy.measures else None,
-                values if "deviation" in policy.measures else None,
-            )
+        for some in first():
+            centre.add(some, policy.measures)
         centre.complete(len(evictions[0].fresh_blocks) * block_size)
         return centre
 
     def _measure(
-        self, policy: Policy, layers: slice, tokens: _Tokens, centre: Centre | None, *, first: bool
+        self, policy: Policy, layers: slice, tokens: _Read, centre: Centre | None, *, first: bool
     ) -> dict[str, Tensor]:
         """What the policy's ranks need of keys and values, by name, [l, m, KH, BS] each."""
         found = defaultdict(list)
-        for keys, values in tokens() if policy.measures else ():
+        for some in tokens() if policy.measures else ():
             for name in policy.measures:
                 if name == "predicted":
-                    found[name].append(self._predict(layers, keys, values))
+                    found[name].append(self._predict(layers, some))
                 elif name == "similarity":
                     assert centre is not None
-                    found[name].append(centre.similarity(keys))
+                    found[name].append(centre.similarity(some))
                 else:
                     assert centre is not None and name == "deviation"
-                    found[name].append(centre.distances(values))
-        all_blocks = {name: torch.cat(parts, 1) for name, parts in found.items()}
+                    found[name].append(centre.distances(some))
+        all_blocks = {
+            name: parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            for name, parts in found.items()
+        }
         if centre is not None and "deviation" in all_blocks:
             if first:
                 centre.add_distances(all_blocks["deviation"])
             all_blocks["deviation"] = centre.deviation(all_blocks["deviation"])
         return all_blocks
 
-    def _predict(self, layers: slice, keys: Tensor, values: Tensor) -> Tensor:
+    def _predict(self, layers: slice, tokens: Tokens) -> Tensor:
         """The attention that tokens are expected to get, [l, m, KH, BS], by the calibration."""
         part = self.calibration
         assert part is not None
-        sums = part.sums(keys, values, layers)
+        sums = self.reader.sums(part, layers, tokens)
         if part.of_all_heads:
             assert self.add_ranks is not None
             self.add_ranks(sums)
-        return attention_of(sums[:, :, part.first : part.first + keys.shape[2]])
+        return attention_of(sums[:, :, part.first : part.first + self.scores.shape[2]])
 
     @property
     def _block_bytes(self) -> int:

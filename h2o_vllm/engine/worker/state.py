@@ -50,6 +50,7 @@ class WorkerState(ABC):
     """How much KV is read at once to rank it, as float32."""
     rescored_together: ClassVar[int]
     """How many later evictions of a step are rescored at once."""
+    reader_class: ClassVar[type[KVReader]] = KVReader
 
     planes: torch.Tensor
     scores: torch.Tensor = field(init=False)
@@ -68,7 +69,7 @@ class WorkerState(ABC):
         self.rescorer = Rescorer(
             scores=self.scores,
             early=self.early,
-            reader=KVReader(self.kv_caches, self.key_value_views_of),
+            reader=self.reader_class(self.kv_caches, self.key_value_views_of),
             to_device=self.to_device,
             first_head=self.first_head,
             calibration=self.calibration,

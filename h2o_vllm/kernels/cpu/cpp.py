@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ _reset.argtypes = [c_void_p] * 2 + [c_int64, c_int, c_int64, c_int, c_int]
 _reset.restype = None
 _order = _library.h2o_order
 _order.argtypes, _order.restype = [c_void_p] * 2 + [c_int64, c_int], None
+_reduce, _weigh = _library.h2o_reduce, _library.h2o_weigh
+_reduce.argtypes, _reduce.restype = [c_void_p] * 4 + [c_int] * 10, None
+_weigh.argtypes, _weigh.restype = [c_void_p] * 4 + [c_int] * 11, None
 
 
 def describe() -> str:
@@ -97,6 +101,56 @@ def order(scores: Tensor) -> Tensor:
     count = scores.shape[-1]
     _order(scores.data_ptr(), out.data_ptr(), scores.numel() // max(1, count), count)
     return out
+
+
+def reduce(
+    kv_caches: Sequence[Tensor],
+    blocks: Tensor,
+    given: Tensor,
+    *,
+    values: bool,
+    distances: bool,
+    over_tokens: bool,
+) -> Tensor:
+    """See :meth:`.Tokens.reduce`; of ``blocks``, [m], int64."""
+    _, heads, block, width = kv_caches[0].shape
+    shape = (1, heads, width // 2) if over_tokens else (len(blocks), heads, block)
+    out = torch.zeros(len(kv_caches), *shape)
+    given = given.contiguous()
+    _of_blocks(
+        _reduce, kv_caches, blocks, given, out, given.shape[1], values, distances, over_tokens
+    )
+    return out.sqrt_() if distances else out
+
+
+def weigh(
+    kv_caches: Sequence[Tensor], blocks: Tensor, weights: Tensor, rotary: int, interleaved: bool
+) -> Tensor:
+    """:meth:`.Part.sums` of ``blocks``, [m], int64, without the constants.
+
+    Args:
+        weights: see :meth:`.Part.by_head`. rotary, interleaved: see :class:`.Rotation`.
+    """
+    layers, of, sources, count = weights.shape
+    out = torch.zeros(layers, len(blocks), of, kv_caches[0].shape[2])
+    weights = weights.contiguous()
+    _of_blocks(_weigh, kv_caches, blocks, weights, out, of, sources, count, rotary, interleaved)
+    return out
+
+
+def _of_blocks(
+    function: Any,
+    kv_caches: Sequence[Tensor],
+    blocks: Tensor,
+    given: Tensor,
+    out: Tensor,
+    *more: int,
+) -> None:
+    _, heads, block, width = kv_caches[0].shape
+    function(
+        _pointers(kv_caches), blocks.data_ptr(), given.data_ptr(), out.data_ptr(), len(blocks),
+        len(kv_caches), heads, width // 2, block, _DTYPES[kv_caches[0].dtype], *more,
+    )  # fmt: skip
 
 
 def _pointers(kv_caches: Sequence[Tensor]) -> ctypes.Array[c_void_p]:

@@ -107,7 +107,23 @@ H2O_INLINE float hsum(vf v) {
 
 // The sum of each of W vectors.
 H2O_INLINE vf hsums(const vf* v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  // Halves, quarters, ... of two vectors become one: 30 shuffles, where sums one by one take 64.
+  __m512 two[8], four[4], eight[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)v[2 * i], b = (__m512)v[2 * i + 1];
+    two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
+    four[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; ++i)
+    eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x44),
+                             _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xee));
+  return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88),
+                           _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
+#elif defined(__AVX2__)
   auto add = [](vf a, vf b) { return (vf)_mm256_hadd_ps((__m256)a, (__m256)b); };
   const vf first = add(add(v[0], v[1]), add(v[2], v[3])), last = add(add(v[4], v[5]), add(v[6], v[7]));
   // Each holds the sums of the lower halves of four vectors, then those of the upper ones.

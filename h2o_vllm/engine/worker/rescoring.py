@@ -30,6 +30,10 @@ _Read = Callable[[], Iterable[Tokens]]
 """Tokens of some blocks after the others."""
 
 
+AT_ONCE = 64
+"""Bytes that formulas, and the sorting, make of a token in one head: about as many tensors' of float32."""
+
+
 def known_blocks(eviction: Eviction) -> list[int]:
     """Those of the blocks that an earlier eviction has ranked; none if a segment settles."""
     if eviction.places:
@@ -147,22 +151,37 @@ class Rescorer:
         places = torch.arange(share, device=blocks.device)
         positions = (told[:, :1] + places).float()[:, None]
         seen = told[:, 1:2].float()[:, None]
-        taken = []
-        for layers in self._some_layers(len(blocks)):
-            tokens = self._tokens(layers, blocks)
-            centre = self._centre(evictions, policy, layers, tokens if first else None)
-            measures = self._measure(policy, layers, tokens, centre, first=first)
+        centres = self._centres_of(evictions) if policy.compares and not first else None
+        taken: list[Tensor] = []
+        # What is read of a token is large, what formulas make of it is small: many layers at once.
+        of_block = self.scores[0, 0].numel() * AT_ONCE
+        for layers in self._some_layers(slice(0, len(self.scores)), len(blocks) * of_block):
+            found = []
+            for some in self._some_layers(layers, len(blocks) * self._block_bytes):
+                tokens = self._tokens(some, blocks)
+                centre = None if centres is None else Centre(centres[some])
+                if policy.compares and first:
+                    centre = self._centre(policy, some, tokens, share)
+                    taken.append(centre.data)
+                found.append(self._measure(policy, some, tokens, centre, first=first))
             late = old = self._read(self.scores, layers, blocks, count)
             if policy.uses_late and policy.collects is Collects.ALL:
                 # Where nothing but late attention is collected, all of a score is late.
                 late = old - self._read(self.early, layers, blocks, count)
-            parts = {name: _by_eviction(found, count) for name, found in measures.items()}
+            parts = {
+                name: _by_eviction(_joined([one[name] for one in found], 0), count)
+                for name in policy.measures
+            }
             fresh = Fresh(old, positions, seen, late, **parts)
             self._write(layers, blocks, first_scores(policy, fresh, self.order))
-            if centre is not None:
-                taken.append(centre.data)
-        if first and taken and not evictions[0].places:
+        if taken and not evictions[0].places:
             self._centres[evictions[0].request_id] = torch.cat(taken)
+
+    def _centres_of(self, evictions: Sequence[Eviction]) -> Tensor:
+        """What later evictions are compared with, [L, 1 or m, KH, 2 * D + 1]."""
+        kept = _joined([self._centres[one.request_id] for one in evictions], 1)
+        share = len(evictions[0].fresh_blocks)
+        return kept if len(evictions) == 1 else kept.repeat_interleave(share, 1)
 
     def _tokens(self, layers: slice, blocks: Tensor) -> _Read:
         """Keys and values of blocks in some layers, as many blocks at once as may be read of one layer.
@@ -176,26 +195,14 @@ class Rescorer:
 
         return read if len(parts) > 1 else functools.cache(lambda: list(read()))
 
-    def _centre(
-        self,
-        evictions: Sequence[Eviction],
-        policy: Policy,
-        layers: slice,
-        first: _Read | None,
-    ) -> Centre | None:
-        """What the evictions' tokens are compared with in some layers; taken of ``first`` ones."""
-        if not policy.compares:
-            return None
-        if first is None:
-            kept = torch.cat([self._centres[one.request_id][layers] for one in evictions], 1)
-            share = len(evictions[0].fresh_blocks)
-            return Centre(kept if len(evictions) == 1 else kept.repeat_interleave(share, 1))
-        _, heads, block_size, width = self.reader.kv_caches[0].shape
-        num_layers = len(self.reader.kv_caches[layers])
+    def _centre(self, policy: Policy, layers: slice, first: _Read, count: int) -> Centre:
+        """What ``count`` tokens and later ones are compared with in some layers, but for the distance."""
+        _, heads, _, width = self.reader.kv_caches[0].shape
+        num_layers = layers.stop - layers.start
         centre = Centre.begin(num_layers, heads, width // 2, self.scores.device)
         for some in first():
             centre.add(some, policy.measures)
-        centre.complete(len(evictions[0].fresh_blocks) * block_size)
+        centre.complete(count)
         return centre
 
     def _measure(
@@ -213,10 +220,7 @@ class Rescorer:
                 else:
                     assert centre is not None and name == "deviation"
                     found[name].append(centre.distances(some))
-        all_blocks = {
-            name: parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-            for name, parts in found.items()
-        }
+        all_blocks = {name: _joined(parts, 1) for name, parts in found.items()}
         if centre is not None and "deviation" in all_blocks:
             if first:
                 centre.add_distances(all_blocks["deviation"])
@@ -238,11 +242,11 @@ class Rescorer:
         """Of one block in one layer, as float32."""
         return 4 * self.reader.kv_caches[0][0].numel()
 
-    def _some_layers(self, blocks: int) -> Iterator[slice]:
-        """All layers, as many at once as may be read of so many blocks; at least one."""
-        step = max(1, self.read_bytes // (blocks * self._block_bytes))
-        for start in range(0, len(self.scores), step):
-            yield slice(start, min(start + step, len(self.scores)))
+    def _some_layers(self, layers: slice, size: int) -> Iterator[slice]:
+        """Layers, as many at once as ``size`` bytes of each may be read; at least one."""
+        step = max(1, self.read_bytes // size)
+        for start in range(layers.start, layers.stop, step):
+            yield slice(start, min(start + step, layers.stop))
 
     @staticmethod
     def _read(plane: Tensor, layers: slice, blocks: Tensor, count: int) -> Tensor:
@@ -258,3 +262,7 @@ class Rescorer:
 def _by_eviction(found: Tensor, count: int) -> Tensor:
     """[l, m, KH, BS] of ``count`` evictions' blocks, in order: [l, count, KH, m / count * BS]."""
     return found.unflatten(1, (count, -1)).transpose(2, 3).flatten(3)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

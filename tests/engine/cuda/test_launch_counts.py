@@ -17,6 +17,7 @@ from vllm.v1.attention.backends import flash_attn
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.kernels.triton import launching
+from tests.engine.calls import Calls
 from tests.engine.cuda.fake_gpu import FakeGPU, fake_gpu
 from tests.engine.cuda.fake_model import HEADS, LAYERS
 from tests.engine.scheduling import Rig
@@ -27,11 +28,16 @@ class Counted:
 
     Attributes:
         launched: kernels by name: in the ``layers`` together, and in the rest of the ``step``.
+        rescoring: operations of torch by which tokens get their scores.
     """
 
     def __init__(self, gpu: FakeGPU, patch: pytest.MonkeyPatch) -> None:
         self.gpu, self._place = gpu, "step"
         self.launched: dict[str, Counter[str]] = {}
+        self.rescoring = Counter[str]()
+        patch.setattr(
+            gpu.state.rescorer, "rescore", partial(self._rescore, gpu.state.rescorer.rescore)
+        )
 
         def launch(kernel: Any, *_: Any) -> None:
             self.launched[self._place][kernel.fn.__name__] += 1
@@ -49,6 +55,11 @@ class Counted:
         out = forward(*given)
         self._place = "step"
         return out
+
+    def _rescore(self, rescore: Any, evictions: Any) -> None:
+        with Calls() as calls:
+            rescore(evictions)
+        self.rescoring = calls.counted
 
     def step(self, output: Any) -> None:
         """Execute a step, and count from zero."""
@@ -76,9 +87,9 @@ def a_mixed_step(rig: Rig, counted: Counted, asked: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "scores", "launches"),
+    ("policy", "scores", "launches", "rescoring"),
     # With ``end`` a prompt's late queries are summed apart, and its scores are parted.
-    [("attention", 1, 5), ("value+end+key", 2, 13)],
+    [("attention", 1, 5, 0), ("value+end+key", 2, 13, 87)],
     ids=["one", "three"],
 )
 def test_a_mixed_step_launches_no_more_than_it_must(
@@ -87,6 +98,7 @@ def test_a_mixed_step_launches_no_more_than_it_must(
     policy: str,
     scores: int,
     launches: int,
+    rescoring: int,
 ) -> None:
     """``finish`` is left out, as no decode is cut, and ``add_partial_sums``, as no chunk has 257 queries."""
     with fake_gpu(model_dir, 200, kv_min_tokens=32, caching=False) as (rig, gpu):
@@ -95,6 +107,7 @@ def test_a_mixed_step_launches_no_more_than_it_must(
     per_layer = {"_attend": 1, "_add_prompt_scores": scores}
     assert counted.launched["layers"] == {name: n * LAYERS for name, n in per_layer.items()}
     assert counted.launched["step"].total() <= launches, counted.launched["step"]
+    assert counted.rescoring.total() <= rescoring, counted.rescoring
 
 
 def test_a_long_eviction_beside_short_ones_takes_few_launches(

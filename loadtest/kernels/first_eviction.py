@@ -4,8 +4,9 @@
     python -m loadtest.kernels.first_eviction 2048 8192 32768 131072
     python -m loadtest.kernels.first_eviction --device cpu 1024 5504
 
-One line of JSON per length: milliseconds of scores and of compaction, medians of several runs; on a CPU, of
-both together, with a calibration of random weights. On a GPU also of a later eviction of one block.
+One line of JSON per length: milliseconds of scores, without and with a calibration of random weights, and of
+compaction, medians of several runs; on a CPU, of both together, calibrated. On a GPU also of a later eviction
+of one block, and of the first one beside 64 later ones, both calibrated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -37,37 +39,52 @@ from loadtest.kernels.timing import wall_seconds
 RUNS = 5
 KEPT = 0.1
 """Share of the tokens that stays."""
+AMONG = 64
+"""Later evictions of one block beside a first one."""
 DEFAULTS = ("value+end+key", "predicted+value+end+key")
 """What ``auto`` stands for, without and with a calibration."""
 
 
-def on_gpu(length: int) -> dict[str, Any]:
-    """The row of one length."""
-    blocks = length // BLOCK_SIZE
-    shape = (LAYERS, blocks + 1, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE)
-    kv = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    keys, values = kv.split(HEAD_SIZE, dim=-1)
-    before = torch.rand(LAYERS, blocks + 1, KV_HEADS, BLOCK_SIZE, device="cuda")
+def on_gpu(length: int, device: str = "cuda", layers: int = LAYERS) -> dict[str, Any]:
+    """The row of one length; on another ``device`` without compaction, which is a kernel for GPUs."""
+    mine = length // BLOCK_SIZE
+    blocks = mine + 2 * AMONG + 1
+    kv = torch.randn(
+        (layers, blocks, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE), dtype=torch.bfloat16, device=device
+    )
+    before = torch.rand(layers, blocks, KV_HEADS, BLOCK_SIZE, device=device)
     scores, early = before.clone(), before * torch.rand_like(before)
-    layers = kernels.KVLayers(list(keys), list(values))
+    cuda = device == "cuda"
     rescorer = Rescorer(
-        scores=scores, early=early, first_head=0, read_bytes=CudaState.read_bytes, together=1,
+        scores=scores, early=early, first_head=0, read_bytes=CudaState.read_bytes,
+        together=CudaState.rescored_together, calibration=part_of(layers, KV_HEADS, HEAD_SIZE, device),
         reader=KVReader(list(kv.transpose(2, 3)), CudaState.key_value_views_of),
-        to_device=lambda data: data.pin_memory().to("cuda", non_blocking=True),
+        to_device=lambda data: data.pin_memory().to(device, non_blocking=True) if cuda else data,
     )  # fmt: skip
-    ids = tuple((torch.randperm(blocks) + 1).tolist())
-    heavy, doomed = ids[: int(KEPT * blocks)], ids[int(KEPT * blocks) :]
-    ranks = Policy.parse(DEFAULTS[0]).indices()
-    first = Eviction("first", heavy, doomed, (), ranks, ids, fresh_from=0, seen=length + 16)
-    later = replace(first, fresh_blocks=ids[-1:], fresh_from=length - BLOCK_SIZE)
-    moves = kernels.Evictions.pack([kernels.Compaction(heavy, doomed)], "cuda")
+    ids = (torch.randperm(blocks - 1) + 1).tolist()
+    own, pairs = tuple(ids[:mine]), [tuple(ids[at : at + 2]) for at in range(mine, blocks - 1, 2)]
+    heavy, doomed = own[: int(KEPT * mine)], own[int(KEPT * mine) :]
+
+    def evictions(policy: str) -> tuple[Eviction, list[Eviction]]:
+        """A first one of ``length`` tokens, and later ones of requests with two blocks each."""
+        ranks = Policy.parse(policy, calibrated=True).indices()
+        first = Eviction("first", heavy, doomed, (), ranks, own, fresh_from=0, seen=length + 16)
+        firsts = [
+            Eviction(f"{number}", (kept,), (gone,), (), ranks, (kept, gone), fresh_from=0, seen=99)
+            for number, (kept, gone) in enumerate(pairs)
+        ]
+        rescorer.rescore(firsts)
+        return first, [replace(one, fresh_blocks=one.doomed_blocks) for one in firsts]
 
     def timed(call: Callable[[], None]) -> float:
         call()
         times = []
         for _ in range(RUNS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             scores.copy_(before)
+            if not cuda:
+                times.append(1000 * wall_seconds(call))
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
@@ -75,13 +92,26 @@ def on_gpu(length: int) -> dict[str, Any]:
             times.append(start.elapsed_time(end))
         return median(times)
 
-    return {
-        "length": length,
-        "rescore_ms": timed(lambda: rescorer.rescore([first])),
-        "later_ms": timed(lambda: rescorer.rescore([later])),
-        "compact_ms": timed(lambda: kernels.compact(layers, scores, moves)),
-        "device": torch.cuda.get_device_name(),
-    }
+    row: dict[str, Any] = {"length": length}
+    for name, policy in zip(("rescore_ms", "calibrated_ms"), DEFAULTS, strict=True):
+        first, laters = evictions(policy)
+        row[name] = timed(partial(rescorer.rescore, [first]))
+    row["later_ms"] = timed(lambda: rescorer.rescore(laters[:1]))
+    row[f"among_{AMONG}_ms"] = timed(lambda: rescorer.rescore([*laters, first]))
+    if cuda:
+        keys, values = kv.split(HEAD_SIZE, dim=-1)
+        kv_layers = kernels.KVLayers(list(keys), list(values))
+        moves = kernels.Evictions.pack([kernels.Compaction(heavy, doomed)], device)
+        row["compact_ms"] = timed(lambda: kernels.compact(kv_layers, scores, moves))
+        row["device"] = torch.cuda.get_device_name()
+    return row
+
+
+def part_of(layers: int, heads: int, size: int, device: str = "cpu") -> Part:
+    """A calibration of random weights."""
+    weights = torch.randn(layers, heads, heads * (size // 2 + size) + 1, device=device) / size
+    weights[..., -1] = -4.0
+    return Part(weights, Rotation(size), 0, of_all_heads=False)
 
 
 def on_cpu(length: int) -> dict[str, Any]:
@@ -92,12 +122,10 @@ def on_cpu(length: int) -> dict[str, Any]:
     planes = torch.rand(2, *shape)
     planes[1] *= planes[0]
     before = planes[0].clone()
-    weights = torch.randn(layers, heads, heads * (size // 2 + size) + 1) / size
-    weights[..., -1] = -4.0
     state = CPUState(
         planes=planes, kv_cache_group=0, first_head=0, row_request_ids=list,
         kv_caches=list(pool((*shape, 2 * size), torch.bfloat16).normal_()),
-        calibration=Part(weights, Rotation(size), 0, of_all_heads=False),
+        calibration=part_of(layers, heads, size),
     )  # fmt: skip
     policy = Policy.parse(DEFAULTS[1])
     state.sharing.update(["first"] if policy.shares else [])

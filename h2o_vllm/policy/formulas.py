@@ -37,7 +37,8 @@ SINKS, MOST = 4, 2.0
 
 NEWER = 2.0**-17
 """By how much of its size a predicted score is larger per position. In the first layer a word has one key and
-one value wherever it stands: of equal words the newest comes first, by less than any prediction."""
+one value wherever it stands: of equal words the newest comes first, by less than any prediction. A rank by
+values alone needs it as well: by ``deviation`` alone equal words tie."""
 
 
 def attention(fresh: Fresh) -> Tensor:

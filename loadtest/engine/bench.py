@@ -140,6 +140,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             choices=["fp8"],
             help="quantization of the weights when they are loaded",
         )
+        add("--block-size", type=int, help="tokens per block (default: 16)")
+        add("--profile", type=int, metavar="STEPS",
+            help="trace so many decode steps by torch's profiler, beside the rows")  # fmt: skip
         add("--side-by-side", action="store_true",
             help="keep both engines on the device and let one work at a time; needs "
             "memory for two")  # fmt: skip
@@ -171,8 +174,15 @@ def engine_of(args: argparse.Namespace) -> Engine:
     engine: dict[str, Any] = {}
     if args.device == "cpu":
         engine = {"dtype": args.dtype, "enforce_eager": args.eager}
-    elif args.quantization:
-        engine = {"quantization": args.quantization}
+    else:
+        engine = _differing(args)
+        if args.profile:
+            engine["profiler_config"] = {
+                "profiler": "torch",
+                "torch_profiler_dir": str(args.out.absolute() / "profile"),
+                "torch_profiler_with_stack": False,
+                "max_iterations": args.profile,
+            }
     return {
         "device": args.device, "model": model, "scale": args.scale, "engine": engine,
         "fields": dict(args.fields), "side_by_side": args.side_by_side,
@@ -185,10 +195,14 @@ def about_run(args: argparse.Namespace) -> dict[str, Any]:
     fields = {"fields": dict(args.fields)} if args.fields else {}
     if args.device == "cuda":
         beside: dict[str, Any] = {"side_by_side": True} if args.side_by_side else {}
-        if args.quantization:
-            beside["quantization"] = args.quantization
-        return {**describe_gpu(), "shape": args.shape, **beside, **fields}
+        return {**describe_gpu(), "shape": args.shape, **beside, **_differing(args), **fields}
     return {"dtype": args.dtype, "eager": args.eager, **fields}
+
+
+def _differing(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine arguments on a GPU that are not the suite's."""
+    asked = {"quantization": args.quantization, "block_size": args.block_size}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -11,16 +11,12 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import psutil
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -29,11 +25,9 @@ from h2o_vllm.plugin import engine_args
 from loadtest.common.child import answer
 from loadtest.common.forced_names import FORCED_FIELD
 from loadtest.common.statistics import percentile
+from loadtest.engine.processes import Memory, busy, settle
 from loadtest.engine.suites import suite_of
 from loadtest.engine.workloads import Chat, Start, Workload
-
-_SETTLE_S = 60.0
-"""The most seconds to wait until an engine is idle."""
 
 
 class Recorder(StatLoggerBase):
@@ -67,50 +61,6 @@ class Recorder(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
-
-
-class Memory(threading.Thread):
-    """Peak resident memory of this process and its children since :meth:`restart`, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak = 0
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self.peak = 0
-
-    def run(self) -> None:
-        """Look twice a second."""
-        me = psutil.Process()
-        while True:
-            total = 0
-            for process in (me, *me.children(recursive=True)):
-                try:
-                    total += process.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            self.peak = max(self.peak, total)
-            time.sleep(0.5)
-
-
-def settle() -> None:
-    """Wait until this process and its children are idle: what a start leaves for later is no step's cost.
-
-    On CPUs our workers take the pages of their pool while they serve, some seconds of a core.
-    """
-    me = psutil.Process()
-
-    def used() -> float:
-        processes = (me, *me.children(recursive=True))
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    end = time.monotonic() + _SETTLE_S
-    while time.monotonic() < end:
-        before = used()
-        time.sleep(1)
-        if used() - before < 0.1:
-            return
 
 
 class MeasuredEngine:
@@ -155,7 +105,8 @@ class MeasuredEngine:
         self.memory.restart()
         num_blocks = self.engine.vllm_config.cache_config.num_gpu_blocks or 0
         with busy(workload.busy):
-            result = serve(self.engine, chats, workload, workload.output_tokens)
+            profile = self.engine.vllm_config.profiler_config.profiler is not None
+            result = serve(self.engine, chats, workload, workload.output_tokens, profile=profile)
         return {
             "workload": workload.name,
             **result,
@@ -164,20 +115,6 @@ class MeasuredEngine:
             "start_s": self.start_s,
             "peak_rss_mib": self.memory.peak / 2**20,
         }
-
-
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """While this lasts, as many processes as asked for compute and do nothing else, on any core."""
-    with ExitStack() as running:
-        for _ in range(processes):
-            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            running.callback(process.wait)
-            running.callback(process.kill)
-        if processes:
-            # Until our threads have noticed.
-            time.sleep(2.0)
-        yield
 
 
 def ask(engine: LLMEngine, name: str, chat: Chat, workload: Workload, output_tokens: int) -> None:
@@ -212,9 +149,18 @@ def full_step(engine: LLMEngine, words: list[int]) -> list[list[int]]:
 
 
 def serve(
-    engine: LLMEngine, chats: list[Chat], workload: Workload, output_tokens: int
+    engine: LLMEngine,
+    chats: list[Chat],
+    workload: Workload,
+    output_tokens: int,
+    *,
+    profile: bool = False,
 ) -> dict[str, Any]:
-    """All requests at once, to the end of their chats; a turn begins when the answer before has ended."""
+    """All requests at once, to the end of their chats; a turn begins when the answer before has ended.
+
+    Args:
+        profile: trace steps once every request has its first token.
+    """
     # Keep the engine busy until all requests are there. Else the first batches, and with them the rounding of
     # bfloat16, would depend on when each request arrives.
     fillers = full_step(engine, chats[0].prompt)
@@ -236,6 +182,9 @@ def serve(
     cached: dict[tuple[str, int], int] = {}
     prompts = 0
     while engine.has_unfinished_requests():
+        if profile and len(arrivals) == len(chats):
+            profile = False
+            engine.start_profile()
         outputs = engine.step()
         now = time.perf_counter()
         for output in outputs:
@@ -327,6 +276,8 @@ def main() -> None:
     setting = suite.settings[start["setting"]].scaled(scale)
     variant = start["variant"]
     options = suite.engine_options(setting, variant) | start["engine"]
+    if block_size := start["engine"].get("block_size"):
+        options |= setting.options(block_size)
     ours = (
         {"kv_calibration": start["calibration"], **setting.config} if variant in suite.own else None
     )

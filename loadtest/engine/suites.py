@@ -235,6 +235,8 @@ class CUDASuite(Suite):
     }
     workloads: ClassVar = _by_name(
         Workload("2k-tight", "KV-bound, budget 0.2", 128, 2048, 1024, (_FIFTH,), "tight"),
+        Workload("2k-tight-256", "KV-bound, twice as many, budget 0.2", 256, 2048, 1024, (_FIFTH,),
+                 "tight"),
         Workload("2k-fits", "as many as the pool holds, budget 0.2", 32, 2048, 1024, (_FIFTH,), "tight"),
         Workload("8k-fits", "as many as the pool holds, budget 0.2", 12, 8192, 1024, (_FIFTH,), "tight"),
         Workload("8k-tight", "KV-bound, budget 0.2", 96, 8192, 1024, (_FIFTH,), "tight"),
@@ -256,7 +258,7 @@ class CUDASuite(Suite):
     )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:  # noqa: ARG002
-        """The same for both variants; blocks of 16 tokens are vLLM's default and ours."""
+        """The same for both variants; blocks of 16 tokens are vLLM's default and ours (``--block-size``)."""
         return {
             "dtype": "bfloat16",
             "load_format": "dummy",

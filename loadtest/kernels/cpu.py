@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CPU: vLLM's C++ attention against ours, one layer; and what evictions ask of all layers."""
+"""On CPU: vLLM's C++ attention against ours, one layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
 from loadtest.common.results import Row
 from loadtest.kernels.contract import DeviceBench
-from loadtest.kernels.evictions import EVICTIONS, EvictionCase, eviction_line
 from loadtest.kernels.shapes import BLOCK_SIZE, SHAPES
 from loadtest.kernels.timing import Call, ratio_row, ratio_text, rounds
 
@@ -212,17 +211,10 @@ class CPUBench(DeviceBench):
                 print(f"left out: {error}")
 
     def gate(self) -> None:
-        """Output and scores of both kinds of calls, on odd lengths; what evictions ask."""
+        """Output and scores of both kinds of calls, on odd lengths."""
         for shape in SHAPES:
             for queries in (1, 200):
                 self._check(Case(shape, 3, 333, queries, dtype=self._dtype))
-        for eviction in self._evictions():
-            if wrong := eviction.wrong(self._impls):
-                sys.exit(f"{wrong} is wrong in {eviction}; nothing timed")
-
-    def _evictions(self, quick: bool = False) -> Iterator[EvictionCase]:
-        for one in EVICTIONS[: 4 if quick else None]:
-            yield replace(one, dtype=self._dtype)
 
     def _check(self, case: Case) -> None:
         case.build()
@@ -259,7 +251,7 @@ class CPUBench(DeviceBench):
         return {"threads": self._threads, **machine_limits(self._dtype)}
 
     def cases(self, quick: bool) -> Iterator[Callable[[float], Row]]:
-        """Decode by length and requests, whole prompts, then evictions."""
+        """Decode by length and requests, whole prompts."""
         for shape in SHAPES:
             for length in LENGTHS[1:3] if quick else LENGTHS:
                 for requests in REQUESTS[:2] if quick else REQUESTS:
@@ -268,12 +260,6 @@ class CPUBench(DeviceBench):
                         yield partial(self._measure, case)
             for length in PROMPTS[:2] if quick else PROMPTS:
                 yield partial(self._measure, Case(shape, 1, length, length, dtype=self._dtype))
-        for eviction in self._evictions(quick):
-            yield partial(self._measure_eviction, eviction)
-
-    def _measure_eviction(self, case: EvictionCase, seconds: float) -> Row:
-        floor = case.moved_bytes / self.limits["read_bytes_per_s"]
-        return case.measure(self._impls, seconds) | {"floor_us": round(floor * 1e6, 1)}
 
     def _measure(self, case: Case, seconds: float) -> Row:
         case.build()
@@ -299,9 +285,7 @@ class CPUBench(DeviceBench):
         )
 
     def line(self, row: Row) -> str:
-        """What it was, floor and stock (an eviction's: torch) in us, then ours as multiples of it."""
-        if row["kind"] == "eviction":
-            return eviction_line(row, self._impls)
+        """What it was, floor and stock in us, then ours as multiples of it."""
         what = f"{row['kind']} {row['shape']:<12} {row['requests']:>3} x {row['length']:<5}"
         cells = [f"{row['floor_us']:>9.0f}", f"{row['stock']['median_us']:>9.0f}"]
         for name in self._impls:

@@ -18,7 +18,6 @@ from h2o_vllm.kernels import reference
 from loadtest.common.machine import describe_gpu
 from loadtest.common.results import Row
 from loadtest.common.statistics import percentile
-from loadtest.kernels.compaction import COMPACTIONS, Compaction
 from loadtest.kernels.contract import DeviceBench
 from loadtest.kernels.cuda_case import BLOCK_SIZE, SHAPES, Case, LayerCall
 from loadtest.kernels.lanes import expected, half_shared
@@ -33,10 +32,10 @@ PEAKS = {"H200": 4.8e12, "H100 80GB HBM3": 3.35e12, "A100-SXM4-80GB": 2.04e12}
 
 
 class CUDABench(DeviceBench):
-    """Decode, scores of prompts, compaction, and scores before it.
+    """Decode, and scores of prompts.
 
     Args:
-        layout: of the KV cache; compaction and what comes before it are timed in vLLM's default.
+        layout: of the KV cache.
     """
 
     def __init__(self, layout: str) -> None:
@@ -76,8 +75,6 @@ class CUDABench(DeviceBench):
                 case = Case(shape, requests, length, queries, self.layout)
                 if case.kv_bytes * case.layers <= MAX_CACHE:
                     yield partial(self._measure, case)
-        for compaction in COMPACTIONS[: 1 if quick else None]:
-            yield partial(self._measure_compaction, compaction)
 
     def _measure(self, case: Case, seconds: float) -> Row:
         case.build()
@@ -96,11 +93,6 @@ class CUDABench(DeviceBench):
         kind = "decode" if case.queries == 1 else "prompt scores"
         shape = {"shape": case.shape, "requests": case.requests, "length": case.length}
         return {"kind": kind, **shape, **self._contestant_rows(times, moved)}
-
-    def _measure_compaction(self, case: Compaction, seconds: float) -> Row:
-        times = rounds(case.build(), seconds, least=5, timer=event_seconds)
-        shape = {"requests": case.requests, "length": case.length, "doomed_blocks": case.doomed}
-        return {"kind": "compaction", **shape, **self._contestant_rows(times, case.moved_bytes())}
 
     def _contestant_rows(self, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
         """Median time, ratio to the first, bytes per second as a fraction of what the GPU copies."""
@@ -127,8 +119,7 @@ class CUDABench(DeviceBench):
 
     def line(self, row: Row) -> str:
         """What it was, then each contestant."""
-        shape = row.get("shape", "8B")
-        cells = [f"{row['kind']:<13} {shape:<8} {row['requests']:>3} x {row['length']:<6}"]
+        cells = [f"{row['kind']:<13} {row['shape']:<8} {row['requests']:>3} x {row['length']:<6}"]
         for name, of in row.items():
             if isinstance(of, dict) and "median_us" in of:
                 share = of["of_peak"] or of["of_copy_rate"]

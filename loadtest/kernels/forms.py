@@ -161,29 +161,29 @@ def compiled(launch: Launch, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
 
 
-def launch_everything(shape: Shape) -> None:
-    """Everything a worker warms up, on CPU tensors: only their types are looked at."""
+def launch_everything(shape: Shape, device: str = "cpu") -> None:
+    """Everything a worker warms up, without work; of CPU tensors only the types are looked at."""
     dtype, size, heads = shape.dtype, shape.size, 2 * shape.group
-    kv = torch.zeros(4, shape.block_size, 2, 2 * size, dtype=dtype)
+    kv = torch.zeros(4, shape.block_size, 2, 2 * size, dtype=dtype, device=device)
     keys, values = kv.split(size, dim=-1)
-    planes = torch.zeros(2, 2, 4, 2, shape.block_size)
+    planes = torch.zeros(2, 2, 4, 2, shape.block_size, device=device)
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, "cpu", sharing_layers=2)
-    lanes = LaneTables.empty(2, 4, 2, 4, 4, "cpu")
-    query = torch.zeros(2, heads, size, dtype=dtype)
-    scale = torch.ones(()) if dtype.itemsize == 1 else None
+    workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, device, sharing_layers=2)
+    lanes = LaneTables.empty(2, 4, 2, 4, 4, device)
+    query = torch.zeros(2, heads, size, dtype=dtype, device=device)
+    scale = torch.ones((), device=device) if dtype.itemsize == 1 else None
     layers = KVLayers([keys, keys], [values, values])
-    rows = torch.zeros(2, dtype=torch.int32)
-    table = torch.zeros(2, 8, dtype=torch.int32)
-    flags = torch.zeros(2, dtype=torch.int32)
+    rows = torch.zeros(2, dtype=torch.int32, device=device)
+    table = torch.zeros(2, 8, dtype=torch.int32, device=device)
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
-    starts = torch.zeros(3, dtype=torch.int32)
-    lse = torch.zeros(heads, 2)
+    starts = torch.zeros(3, dtype=torch.int32, device=device)
+    lse = torch.zeros(heads, 2, device=device)
     # Neither, and as Gemma 2 and gpt-oss have them.
     for softcap, sinks in (
         (0.0, None),
         (50.0, None),
-        (0.0, torch.ones(heads, dtype=out_dtype)),
+        (0.0, torch.ones(heads, dtype=out_dtype, device=device)),
     ):
         warm_up(
             layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes,

@@ -99,13 +99,6 @@ def test_who_names_no_policy_has_the_servers_or_the_best_that_it_can_rank_by() -
         assert H2OConfig.from_mapping(config.to_mapping()).default_policy.name == policy
 
 
-def test_operator_limits_bound_absolute_budgets_as_well() -> None:
-    config = H2OConfig(kv_protect=0, kv_budget=0.3, kv_budget_min=0.1, kv_budget_max=0.5)
-    assert budget_tokens(resolve(config, {"kv_budget_tokens": 10}), 10_000) == 1000
-    assert budget_tokens(resolve(config, {"kv_budget_tokens": 2000}), 10_000) == 2000
-    assert budget_tokens(resolve(config, {"kv_budget_tokens": 9000}), 10_000) == 5000
-
-
 @given(budgets(), COUNTS, BLOCK_SIZES)
 def test_held_tokens_stay_within_one_block_of_the_budget(
     budget: RequestBudget, seen: int, block_size: int

@@ -87,32 +87,6 @@ def test_kv_computed_after_an_eviction_is_never_published() -> None:
     assert one.publishable_tokens(96) == 96
 
 
-def test_replay_stops_at_every_eviction_of_the_first_run() -> None:
-    first = make_state(300, kv_budget=0.3)
-    stops = [computed for computed in range(300, 700) if first.evict(computed) is not None]
-    replay = make_state(300, kv_budget=0.3)
-    computed, visited = 0, []
-    while computed < 700:
-        if replay.evict(computed) is not None:
-            visited.append(computed)
-        computed += replay.chunk_limit(computed, min(64, 700 - computed))
-    assert visited == stops
-    assert len(stops) > 5
-
-
-def test_the_report_adds_up() -> None:
-    one = make_state(400, kv_budget=0.2)
-    one.counts.num_computed_tokens = 450  # type: ignore[misc]
-    one.counts.num_tokens = 451  # type: ignore[misc]
-    for computed in range(400, 450):
-        one.evict(computed)
-    report = one.report()
-    assert report["tokens_seen"] == 450
-    assert report["tokens_held"] + report["tokens_evicted"] == 450
-    assert report["budget_tokens"] == 90
-    assert 90 <= report["tokens_held"] < 90 + 16
-
-
 def test_the_report_counts_no_token_that_is_only_being_computed() -> None:
     """Asynchronous scheduling is a step ahead, and the last sampled token has no KV yet."""
     one = make_state(400, kv_budget=0.2)

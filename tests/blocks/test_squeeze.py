@@ -10,7 +10,7 @@ from h2o_vllm.blocks.counts.squeeze import Victim, choose_victims
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.blocks.test_eviction_state import Counts, make_state
-from tests.served import COUNTED, policy_of
+from tests.served import COUNTED
 
 
 def victim(name: str, gain: int, priority: int = 0, arrived: float = 0.0) -> Victim:
@@ -146,15 +146,6 @@ def test_who_computes_known_tokens_cannot_be_squeezed() -> None:
     assert grown(elastic(400, kv_protect="prompt"), 410).excess(410) is None, "nothing in excess"
 
 
-def test_a_preemption_keeps_the_squeeze_point() -> None:
-    one = grown(elastic(400), 600)
-    one.squeeze(600)
-    one.release()
-    assert not one.squeezable
-    assert one.evict(599) is None and one.chunk_limit(0, 10_000) == 600
-    assert one.evict(600) is not None
-
-
 def test_an_answer_whose_last_token_was_under_way_is_lossless() -> None:
     """Asynchronous scheduling squeezes at 601 who turns out to end with token 601."""
     one = grown(elastic(400), 600)
@@ -164,23 +155,3 @@ def test_an_answer_whose_last_token_was_under_way_is_lossless() -> None:
     assert one.squeezed_at is None
     grown(one, 602)
     assert one.squeezed_at == 601
-
-
-@pytest.mark.parametrize("policy", COUNTED)
-def test_a_policy_without_scores_is_stock_until_it_is_squeezed(policy: str) -> None:
-    one = elastic(400, kv_policy=policy, kv_protect=40)
-    scoreless = not policy_of(policy).needs_scores
-    keyed = scoreless and policy != "window"
-    assert one.stock is scoreless
-    assert one.readable_tokens(399) == (399 if scoreless else 48)
-    assert one.publishable_tokens(590) == (590 if scoreless else 48)
-    grown(one, 600)
-    due = one.squeeze(600)
-    assert due is not None and not one.stock
-    untouched = 48 + len(due.doomed) * 16
-    assert one.publishable_tokens(700) == (600 if policy == "window" else untouched)
-    one.release()
-    # Less than where evictions began: the one that is due there would be skipped.
-    behind = untouched if keyed else 48
-    assert one.readable_tokens(700) == {"window": 592}.get(policy, behind)
-    assert one.publishable_tokens(500) == {"window": 500}.get(policy, behind)

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,69 +108,3 @@ def test_without_a_listener_nothing_is_sent() -> None:
 def test_without_statistics_there_is_no_logger() -> None:
     count = install(SimpleNamespace(logger_manager=None), SimpleNamespace())
     count("value")
-
-
-@pytest.mark.slow
-def test_two_api_servers_make_one_scrape(tmp_path: Path) -> None:
-    """Counters add up over the processes, gauges are those of the last word."""
-    script = """
-        import os, sys, time
-        from types import SimpleNamespace as Bag
-        from vllm.v1.metrics.prometheus import get_prometheus_registry
-        from prometheus_client import generate_latest
-        from h2o_vllm.config.keys import METRICS_KEY
-        from h2o_vllm.metrics.stat_logger import H2OStatLogger
-
-        def serve(blocks, held):
-            logger = H2OStatLogger(Bag(model_config=Bag(served_model_name="m")), [0, 1])
-            counts = {"evicted_tokens": 16 * blocks, "freed_blocks": blocks, "kv_tokens_held": held,
-                      "kv_tokens_full": 500, "request_kv_budget": [0.2], "eviction_seconds": [0.1],
-                      "cached_tokens": 64, "protected_tokens": 96,
-                      "squeezed_requests": 1, "squeezed_blocks": 5, "preemptions_avoided": 1,
-                      "settled_segments": 1, "found_segments": 1, "settle_shortages": 1,
-                      "elastic_answers": 3, "lossless_answers": 2}
-            stats = Bag(kv_connector_stats={METRICS_KEY: counts})
-            logger.record(stats, None, engine_idx=1)
-            assert stats.kv_connector_stats is None
-            logger.record(Bag(kv_connector_stats=None), None, engine_idx=1)
-            logger.record(None, None)
-            logger.rejected("conflict")
-            os._exit(0)
-
-        for blocks, held in ((3, 100), (4, 200)):
-            if os.fork() == 0:
-                serve(blocks, held)
-            assert os.wait()[1] == 0
-            time.sleep(0.01)
-        sys.stdout.buffer.write(generate_latest(get_prometheus_registry()))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), **_environment()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    for line in (
-        'h2o:freed_blocks_total{engine="1",model_name="m"} 7.0',
-        'h2o:freed_blocks_total{engine="0",model_name="m"} 0.0',
-        'h2o:evicted_tokens_total{engine="1",model_name="m"} 112.0',
-        'h2o:cached_tokens_total{engine="1",model_name="m"} 128.0',
-        'h2o:protected_tokens_total{engine="1",model_name="m"} 192.0',
-        'h2o:squeezed_blocks_total{engine="1",model_name="m"} 10.0',
-        'h2o:lossless_answers_total{engine="1",model_name="m"} 4.0',
-        'h2o:kv_tokens_held{engine="1",model_name="m"} 200.0',
-        'h2o:eviction_seconds_count{engine="1",model_name="m"} 2.0',
-        'h2o:request_kv_budget_bucket{engine="1",le="0.2",model_name="m"} 2.0',
-        'h2o:budget_rejections_total{model_name="m",reason="conflict"} 2.0',
-        'h2o:budget_rejections_total{model_name="m",reason="value"} 0.0',
-    ):
-        assert line in lines, done.stdout
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}

@@ -90,13 +90,6 @@ async def test_field_reaches_the_engine_as_xarg_and_the_report_the_client() -> N
     assert engine.seen == [{"prompt": "pppp"}]
 
 
-async def test_several_prompts_and_choices_are_reported_in_choice_order() -> None:
-    body = (await post(build(Engine()), prompt=["a", "bbb"], n=2)).json()
-    each = [report["tokens_seen"] for report in body["kv_cache"]["sequences"]]
-    assert each == [1, 2, 3, 4]
-    assert body["kv_cache"]["tokens_seen"] == 10
-
-
 @pytest.mark.parametrize("options", [None, {"include_usage": True}])
 async def test_stream_carries_the_report_in_its_last_chunk(options: Any) -> None:
     response = await post(build(Engine()), stream=True, stream_options=options or {}, kv_budget=0.2)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from h2o_vllm.server.system_part import KINDS
 from h2o_vllm.server.system_prefix import (
     NEEDS,
-    NO_ROLES,
-    SystemPrefix,
     system_prefixes,
     vllm_render,
 )
@@ -122,20 +119,6 @@ async def test_a_task_is_the_users_first_message(
     assert await protected(template, path, fields, "task") == expected
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
-async def test_no_roles(path: str) -> None:
-    found = await system_prefixes(vllm_render(None), path, {"prompt": "Hi"}, "system")
-    assert found == [NO_ROLES]
-
-
-async def test_batch_has_a_part_for_each_chat() -> None:
-    chats = [[SYSTEM, *TURNS], TURNS, [{"role": "system", "content": "Else."}]]
-    render = rendering(TEMPLATES["chatml"])
-    found = await system_prefixes(render, f"{CHAT}/batch", {"messages": chats}, "system")
-    assert [len(one.tokens) > 0 for one in found] == [True, False, True]
-    assert render.calls == 4, "each part twice"
-
-
 async def test_what_cannot_be_rendered_says_why() -> None:
     async def render(kind: str, body: Mapping[str, Any]) -> Any:
         raise ValueError("no such model")
@@ -144,11 +127,3 @@ async def test_what_cannot_be_rendered_says_why() -> None:
         (found,) = await system_prefixes(broken, CHAT, {"messages": [SYSTEM]}, "system")
         assert why in str(found.failure)
         assert found.length_in([1, 2]) == 0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "length"),
-    [([1, 2, 3, 4, 9], 4), ([1, 2, 3, 9], 3), ([1, 2, 3], 3), ([9, 1, 2], 0), ([], 0)],
-)
-async def test_what_a_prompt_has_in_common_counts(prompt: list[int], length: int) -> None:
-    assert SystemPrefix(array("i", [1, 2, 3, 4])).length_in(prompt) == length

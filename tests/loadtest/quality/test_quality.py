@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.quality.lines import FULL, Point, parse_line, points
-from loadtest.quality.measures import MEASURES
-from loadtest.quality.rows import Row, latest, read_rows
-from loadtest.quality.runner import plan
-from tests.loadtest.quality.quality_words import SIZES, Words, run
+from loadtest.quality.lines import FULL, Point, parse_line
+from loadtest.quality.rows import latest, read_rows
+from tests.loadtest.quality.quality_words import Words, run
 
 
 def test_a_line_carries_fields() -> None:
@@ -45,18 +43,3 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     model = Words()
     run(cut, model, ["h2o", "window"], (0.2,))
     assert not model.requests, "nothing was left"
-
-
-def test_full_kv_that_changed_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    run(path, Words(), ["h2o"], (0.2,))
-    measures = [MEASURES["nll"]]
-    samples = {"nll": measures[0].samples(Words(), SIZES)}
-    known = {
-        key: Row(*key, {name: value + 0.5 for name, value in row.values.items()}, 1.0)
-        for key, row in latest(read_rows([path])[1]).items()
-        if key[0] != "h2o"
-    }
-    wanted = points([parse_line("h2o")], (0.2,))
-    todo = plan(wanted, samples, measures, known)
-    assert todo.run(Words(), lambda _: None, known) == 3 * 5

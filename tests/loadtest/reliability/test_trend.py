@@ -35,13 +35,6 @@ def test_leak_is_no_trend_that_passes() -> None:
     assert leak.row()["flat"] is False
 
 
-@pytest.mark.parametrize("points", [[], [(0.0, 1.0)]])
-def test_what_was_not_measured_is_not_flat(points: list[tuple[float, float]]) -> None:
-    verdict = judge(MEMORY, points)
-    assert not verdict.flat
-    assert "NOT MEASURED" in str(verdict)
-
-
 def test_first_quarter_is_not_judged() -> None:
     rows = [
         {

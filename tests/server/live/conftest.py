@@ -3,7 +3,7 @@
 
 =============  ============================================================================================
 test_answers   small budgets
-test_chats     ``kv_protect`` of ``system``, chat templates and tools of requests, drafts
+test_chats     ``kv_protect`` of ``system``, drafts
 test_clients   nothing of its own
 test_page      the page, so traces
 test_stop      a long time to end; it comes last, as nothing is served after it
@@ -25,7 +25,7 @@ from tests.server.live_server import LiveServer, live_server
 
 OPTIONS = [
     "--kv-budget-min", "0.05", "--kv-protect", "system", "--kv-playground", "--shutdown-timeout", "60",
-    "--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     "--speculative-config",
     json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}),
 ]  # fmt: skip

@@ -7,7 +7,6 @@ What the model says does not matter here: it is a tiny one of random weights.
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import anthropic
@@ -33,33 +32,6 @@ TOOLS: list[Any] = [
     }
     for name in ("length", "depth", "source")
 ]
-
-TOOLS_TEMPLATE = """\
-<|im_start|>system
-{{ messages[0].content if messages[0].role == "system" else "You are helpful." }}
-{%- if tools %}
-
-# Tools
-
-Call functions within <tool_call></tool_call> tags. Signatures:
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
-{%- endif %}<|im_end|>
-{% for message in messages if message.role != "system" -%}
-<|im_start|>{{ message.role }}
-{{ message.content or "" }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{{ call.function | tojson }}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor -%}
-{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""As Qwen2.5 and Hermes have it. The embedded model's own knows no tools."""
 
 
 @pytest.mark.parametrize("word", ["system", "task", "prompt"])
@@ -132,37 +104,6 @@ def test_system_part_of_other_apis(server: LiveServer, client: openai.OpenAI) ->
     report = server.post("/v1/chat/completions/batch", body).json()["kv_cache"]
     whole, half = (sequence["tokens_protected"] for sequence in report["sequences"])
     assert whole == protected and 64 <= half < whole
-
-
-def test_an_agents_tools_are_protected_and_read(client: openai.OpenAI) -> None:
-    """Five rounds of an agent's loop: the tools stand in the system part, calls and answers behind it."""
-    messages: list[Any] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": "How long is the Nile?"},
-    ]
-    reports = []
-    for step in range(5):
-        answer: Any = client.chat.completions.create(
-            model=MODEL,
-            messages=messages,
-            tools=TOOLS,
-            max_tokens=200,
-            temperature=0,
-            extra_body={
-                "chat_template": TOOLS_TEMPLATE, "kv_budget": 0.2, "kv_protect": "system",
-                "ignore_eos": True,
-            },
-        )  # fmt: skip
-        reports.append(answer.kv_cache)
-        call = {"name": "length", "arguments": json.dumps({"river": f"Nile {step}"})}
-        called = {"id": f"call-{step}", "type": "function", "function": call}
-        messages.append({"role": "assistant", "content": None, "tool_calls": [called]})
-        messages.append({"role": "tool", "tool_call_id": f"call-{step}", "content": "6,650 km"})
-    (protected,) = {report["tokens_protected"] for report in reports}
-    alone = len(SYSTEM.split())
-    assert protected > alone + 100, "the tools are not in it"
-    assert all(report["tokens_evicted"] > 0 for report in reports)
-    assert [report["tokens_cached"] for report in reports[1:]] == [protected] * 4
 
 
 def test_an_agent_of_anthropics_client_reads_what_has_settled(server: LiveServer) -> None:

@@ -50,7 +50,7 @@ class Server:
 
     Attributes:
         url: where it listens.
-        pid: of the process started.
+        process: the one started, with whatever it has started in its group.
         program: what the next :meth:`start` starts.
         shown: how it was started, as a result may show it.
     """
@@ -94,7 +94,7 @@ class Server:
     def start(self) -> None:
         """Start it; what it prints comes behind what is in the log."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*self.program, *self._options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -104,21 +104,20 @@ class Server:
                 process_group=0,
                 env={**DEFAULTS, **os.environ, **self._environment},
             )
-        self.pid = self._process.pid
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM), and do not wait."""
-        self._process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
 
     def wait_until_ended(self, seconds: float) -> int:
         """Its exit code. Raises ``subprocess.TimeoutExpired``."""
-        return self._process.wait(seconds)
+        return self.process.wait(seconds)
 
     def kill(self) -> None:
         """End it and all it has started at once (SIGKILL)."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def log(self) -> str:
         """What it has printed so far."""
@@ -128,7 +127,7 @@ class Server:
         """Until it answers. Raises :class:`ServerError`: it ended, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if self.process.poll() is not None:
                 raise ServerError(f"the server ended: {self.log()[-3000:]}")
             try:
                 with urllib.request.urlopen(self._health, timeout=5):

@@ -140,7 +140,7 @@ def sample(server: Server, started: float) -> Row:
     """What the server weighs now."""
     import psutil
 
-    main = psutil.Process(server.pid)
+    main = psutil.Process(server.process.pid)
     rss = fds = threads = 0
     for process in (main, *main.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

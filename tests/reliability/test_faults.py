@@ -26,8 +26,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.mark.long
 def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> None:
     """One more server; ``tests/engine/test_parent_watch.py`` checks the same without one."""
-    server = LiveServer(log, *tiny)
-    try:
+    with LiveServer(log, *tiny) as server:
         server.wait_until_up()
         streams = [stream for stream in under_load(server) if stream.is_alive()]
         assert streams
@@ -37,19 +36,14 @@ def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> No
         for stream in streams:
             stream.join(120)
             assert stream.failed
-    finally:
-        server.kill()
 
 
 @pytest.mark.alone
 @pytest.mark.skipif(len(TWO_CORES) < 2, reason="two ranks need two cores")
 def test_killed_worker_ends_the_server_with_an_error(tiny: list[str], log: Path) -> None:
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, TWO_CORES))}
-    server = LiveServer(log, *tiny, "--tensor-parallel-size", "2", environment=binding)
-    try:
+    with LiveServer(log, *tiny, "--tensor-parallel-size", "2", environment=binding) as server:
         server.wait_until_up()
         workers = processes(server, "Worker")
         assert len(workers) == 2
         dies_in_public(server, workers[1])
-    finally:
-        server.kill()

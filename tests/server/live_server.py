@@ -5,69 +5,50 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import httpx
 import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.common.servers import free_port
+from loadtest.common.servers import H2O_SERVE, START_SECONDS, Server
 from tests.published import PUBLISHED_OPTIONS
 
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "live-test-key"
-START_SECONDS = 300
 
 ENVIRONMENT = dict(os.environ)
 """As it was before any test: an engine in this process leaves variables behind that are not for a server."""
 
 
-class LiveServer:
-    """Started by the constructor; ready after :meth:`wait_until_up`."""
+class LiveServer(Server):
+    """Started within the block; ready after :meth:`wait_until_up`."""
 
     def __init__(
         self, log: Path, *options: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.port = free_port()
-        self.log = log
-        self.url = f"http://127.0.0.1:{self.port}"
         script = Path(sys.executable).with_name("h2o-serve")
-        command = (
-            [str(script)] if script.exists() else [sys.executable, "-m", "h2o_vllm.server.cli"]
-        )
-        command += ["--port", str(self.port), "--enforce-eager", "--max-model-len", "2048"]
+        program = [str(script)] if script.exists() else H2O_SERVE
+        own = ["--enforce-eager", "--max-model-len", "2048"]
         # CPUs without AVX-512 emulate bfloat16, ten times slower; test_modes.py has engines in it.
-        command += ["--dtype", "float32", *PUBLISHED_OPTIONS]
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [*command, *options],
-                env={**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", **(environment or {})},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                # Not a session of its own: Linux schedules sessions against each other, and vLLM's spinning
-                # workers then keep the test from running for as long as they have work.
-                process_group=0,
-            )
-        self.group = self.process.pid
+        own += ["--dtype", "float32", *PUBLISHED_OPTIONS]
+        told = {"VLLM_LOGGING_LEVEL": "INFO", **(environment or {})}
+        super().__init__(program, [*own, *options], log, environment=told)
 
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"h2o-serve ended: {self.log.read_text()[-3000:]}")
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.TransportError:
-                time.sleep(0.5)
-        raise RuntimeError(f"h2o-serve did not come up: {self.log.read_text()[-3000:]}")
+    def __enter__(self) -> Self:
+        with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(
@@ -108,10 +89,10 @@ class LiveServer:
         """Until it has said so, once, whatever the number of its processes."""
         self.wait_until_up()
         deadline = time.monotonic() + START_SECONDS
-        while "h2o-serve: stop:" not in self.log.read_text():
+        while "h2o-serve: stop:" not in self.log():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert self.log.read_text().count("h2o-serve: ready.") == 1
+        assert self.log().count("h2o-serve: ready.") == 1
 
     def is_idle(self) -> None:
         """Until nothing runs, waits or holds a block."""
@@ -126,7 +107,7 @@ class LiveServer:
     def members(self) -> list[int]:
         """Process ids of the whole group that still run."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        return [pid for pid in pids if _group_of(pid) == self.group and not _is_zombie(pid)]
+        return [pid for pid in pids if _group_of(pid) == self.process.pid and not _is_zombie(pid)]
 
     def members_after(self, seconds: float) -> list[int]:
         """What is left once Python's resource tracker has had time to remove shared memory."""
@@ -140,23 +121,15 @@ class LiveServer:
         every = [psutil.Process(pid) for pid in self.members()]
         return sum(one.memory_info().rss for one in every), sum(one.num_fds() for one in every)
 
-    def kill(self) -> None:
-        if self.members():
-            os.killpg(self.group, signal.SIGKILL)
-        self.process.wait(timeout=60)
-
 
 @contextmanager
 def live_server(
     log: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[LiveServer]:
     """A server that is up within the block, and gone after it."""
-    server = LiveServer(log, *options, environment=environment)
-    try:
+    with LiveServer(log, *options, environment=environment) as server:
         server.wait_until_up()
         yield server
-    finally:
-        server.kill()
 
 
 def _group_of(pid: int) -> int | None:

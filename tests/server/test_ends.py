@@ -30,8 +30,7 @@ def starts_an_engine(server: LiveServer) -> bool:
 
 
 def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path, tiny: list[str]) -> None:
-    server = LiveServer(tmp_path / "log", *tiny)
-    try:
+    with LiveServer(tmp_path / "log", *tiny) as server:
         deadline = time.monotonic() + 300
         # Then vLLM waits for its engine process, where it would swallow a KeyboardInterrupt.
         while not starts_an_engine(server):
@@ -40,9 +39,7 @@ def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path, tiny: list[str])
             time.sleep(0.2)
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert server.members_after(seconds=60) == []
-        assert "Traceback" not in server.log.read_text()
-    finally:
-        server.kill()
+        assert "Traceback" not in server.log()
 
 
 @pytest.mark.alone
@@ -51,14 +48,13 @@ def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
     tmp_path: Path, tiny: list[str]
 ) -> None:
     options = [*tiny, "--api-server-count", "2", "--kv-budget-min", "0.3", "--kv-playground"]
-    server = LiveServer(tmp_path / "log", *options)
 
     def one(i: int) -> tuple[int, object]:
         body = {"model": MODEL, "prompt": [1000] * (200 + i), "max_tokens": 4, "ignore_eos": True}
         answer = server.post("/v1/completions", body | {"kv_budget": 0.2 if i % 4 == 0 else 0.5})
         return answer.status_code, answer.json().get("kv_cache", {}).get("tokens_seen")
 
-    try:
+    with LiveServer(tmp_path / "log", *options) as server:
         server.wait_until_ready()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(one, range(16)))
@@ -76,12 +72,10 @@ def test_two_api_servers_report_serve_the_page_and_end_on_ctrl_c(
             traced = server.post("/v1/completions", body | {"kv_budget": 0.5, "kv_trace": True})
             assert traced.json()["kv_cache"]["trace"], "no trace of an answer"
         # Ctrl-C reaches the whole group.
-        os.killpg(server.group, signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)
         assert server.process.wait(timeout=60) == 0
         assert server.members() == []
-        assert "Traceback" not in server.log.read_text()
-    finally:
-        server.kill()
+        assert "Traceback" not in server.log()
 
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -95,7 +89,6 @@ def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
     options = [*tiny, "--kv-budget", "0.9", "--kv-budget-max", "0.9", "--api-server-count", "1"]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES))}
     options += ["--data-parallel-size", "2"]
-    server = LiveServer(tmp_path / "log", *options, environment=binding)
 
     def one(i: int) -> int:
         body = {"model": MODEL, "prompt": [1000 + i] * (400 + i), "max_tokens": 8}
@@ -103,7 +96,7 @@ def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
         evicted: int = answer.json()["kv_cache"]["tokens_evicted"]
         return evicted
 
-    try:
+    with LiveServer(tmp_path / "log", *options, environment=binding) as server:
         server.wait_until_ready()
         name = "h2o:evicted_tokens_total"
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -118,18 +111,13 @@ def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
         assert said["support"]["data_parallel_size"] == 2
         assert server.stop(signal.SIGTERM) == 0
         assert server.members() == []
-    finally:
-        server.kill()
 
 
 @pytest.mark.long
 def test_nothing_is_left_of_two_api_servers_that_have_ended(
     tmp_path: Path, tiny: list[str]
 ) -> None:
-    server = LiveServer(tmp_path / "log", *tiny, "--api-server-count", "2")
-    try:
+    with LiveServer(tmp_path / "log", *tiny, "--api-server-count", "2") as server:
         server.wait_until_ready()
         assert server.stop(signal.SIGTERM) == 0
         assert server.members() == []
-    finally:
-        server.kill()

@@ -40,7 +40,7 @@ def report_of(stream: Any) -> tuple[str, dict[str, Any], list[Any]]:
 
 
 def test_a_start_prints_a_page_at_most_which_says_what_is_active(server: LiveServer) -> None:
-    until_up, said, _ = server.log.read_text().partition("h2o-serve: stop:")
+    until_up, said, _ = server.log().partition("h2o-serve: stop:")
     assert said and 5 < len(until_up.splitlines()) <= 30
     (line,) = [line for line in until_up.splitlines() if "H2O: kv_budget" in line]
     for part in ("kv_budget=1.0", "kv_policy=attention", "kv_protect=system", "block size 32"):

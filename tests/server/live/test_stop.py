@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_sigterm_lets_running_requests_end_and_leaves_no_trace(server: LiveServer) -> None:
-    before = len(server.log.read_text())
+    before = len(server.log())
     assert len(server.members()) >= 2
     streams = under_load(server, max_tokens=200)
     with SilentClient(server, kv_budget=0.5, max_tokens=200):
@@ -26,6 +26,6 @@ def test_sigterm_lets_running_requests_end_and_leaves_no_trace(server: LiveServe
         # The silent client does not keep it.
         assert server.process.wait(timeout=300) == 0
     assert server.members_after(seconds=60) == []
-    said = server.log.read_text()[before:]
+    said = server.log()[before:]
     assert "Traceback" not in said
     assert "leaked" not in said

@@ -51,8 +51,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-def config(dtype: torch.dtype = torch.bfloat16, head_size: int = 128, kv: str = "auto") -> Any:
-    model = SimpleNamespace(get_head_size=lambda: head_size, dtype=dtype)
+def config(dtype: torch.dtype | str = torch.bfloat16, head_size: int = 128) -> Any:
+    """``dtype``: the model's, or "fp8": of KV alone."""
+    kv = dtype if isinstance(dtype, str) else "auto"
+    model_dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
+    model = SimpleNamespace(get_head_size=lambda: head_size, dtype=model_dtype)
     return SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=kv))
 
 
@@ -61,6 +64,9 @@ def warnings_of(config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
     with caplog.at_level(logging.WARNING, choice.logger.name):
         choice.warn_of_slower_attention(config)
     return [one.getMessage() for one in caplog.records if one.name == choice.logger.name]
+
+
+FP8 = "FlashAttention 2 does not read --kv-cache-dtype fp8"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,10 @@ def warnings_of(config: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
         ((9, 0), (), torch.float32, 128, TRITON, None),
         ((7, 5), (), torch.float16, 128, TRITON, "8.0"),
         ((9, 0), (), torch.bfloat16, 100, TRITON, "head size 100"),
+        ((8, 9), (), "fp8", 128, TRITON, FP8),
+        ((9, 0), (), "fp8", 128, FLASH, None),
+        ((10, 0), (), "fp8", 128, FLASH, "FlashInfer"),
+        ((12, 0), (), "fp8", 128, TRITON, FP8),
     ],
 )
 def test_each_gpu_gets_the_fastest_attention_that_can_be_scored_and_hears_what_it_costs(
@@ -87,49 +97,17 @@ def test_each_gpu_gets_the_fastest_attention_that_can_be_scored_and_hears_what_i
     caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],
     without: tuple[int, ...],
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     head_size: int,
     chosen: Any,
     says: str | None,
 ) -> None:
     gpu(*capability, without=without)
-    assert choice.choose_backend(config(dtype, head_size)) is chosen
-    said = warnings_of(config(dtype, head_size), caplog)
+    served = config(dtype, head_size)
+    assert choice.choose_backend(served) is chosen
+    said = warnings_of(served, caplog)
     assert len(said) == (says is not None)
     assert all(says in line and "\n" not in line for line in said if says)
-
-
-@pytest.mark.parametrize(
-    ("capability", "chosen", "says"),
-    [
-        ((8, 9), TRITON, "FlashAttention 2 does not read --kv-cache-dtype fp8"),
-        ((9, 0), FLASH, None),
-        ((10, 0), FLASH, "FlashInfer"),
-        ((12, 0), TRITON, "FlashAttention 2 does not read --kv-cache-dtype fp8"),
-    ],
-)
-def test_kv_in_8_bits_is_read_by_whom_vllm_says_can(
-    gpu: Any,
-    caplog: pytest.LogCaptureFixture,
-    capability: tuple[int, int],
-    chosen: Any,
-    says: str | None,
-) -> None:
-    gpu(*capability)
-    assert choice.choose_backend(config(kv="fp8")) is chosen
-    assert [says in line for line in warnings_of(config(kv="fp8"), caplog) if says] == [True] * (
-        says is not None
-    )
-
-
-def test_an_unknown_flash_attention_is_not_called(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpu(9)
-    monkeypatch.setattr(choice, "get_flash_attn_version", lambda **_: 5)
-    assert choice.choose_backend(config()) is TRITON
-    (line,) = warnings_of(config(), caplog)
-    assert "FlashAttention 5" in line
 
 
 def test_the_environment_overrides_the_choice(
@@ -143,6 +121,12 @@ def test_the_environment_overrides_the_choice(
     monkeypatch.setenv("H2O_CUDA_BACKEND", "flashinfer")
     with pytest.raises(ConfigError, match="H2O_CUDA_BACKEND"):
         choice.choose_backend(config())
+    # Nor is an unknown FlashAttention called.
+    monkeypatch.delenv("H2O_CUDA_BACKEND")
+    monkeypatch.setattr(choice, "get_flash_attn_version", lambda **_: 5)
+    assert choice.choose_backend(config()) is TRITON
+    (line,) = warnings_of(config(), caplog)
+    assert "FlashAttention 5" in line
 
 
 def bare_impl(version: int | None, hd256: bool = False) -> Any:

@@ -67,32 +67,10 @@ def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode, poli
     assert not any(isinstance(desc, VariantDescriptor) for desc in piecewise)
 
 
-def test_the_builder_knows_what_is_captured_only_while_metadata_is_built(
+def test_one_variant_of_a_size_warms_up_for_all_and_the_builder_knows_which_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    manager = make_manager([1, 2], CUDAGraphMode.FULL_AND_PIECEWISE)
-    seen: list[tuple[Variant | None, Variant | None]] = []
-
-    def capture(self: Any, create: Any, progress_bar_desc: str = "") -> None:
-        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-            for desc in self._capture_descs[mode]:
-                assert create(desc, warmup=False) == "forward"
-                assert self.step_variant.capturing is None
-
-    def create(desc: Any, warmup: bool) -> str:
-        seen.append((getattr(desc, "variant", None), manager.step_variant.capturing))
-        return "forward"
-
-    monkeypatch.setattr(CudaGraphManager, "capture", capture)
-    # The call that ModelCudaGraphManager.capture makes with super().
-    super(type(manager).__mro__[1], manager).capture(create, "Capturing")
-    assert [told for told, _ in seen] == [told for _, told in seen]
-    variants = manager.step_variant.captured
-    assert [told for told, _ in seen] == [None, None, *variants, *variants]
-
-
-def test_one_variant_of_a_size_warms_up_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the largest size, where all do: each launches kernels that the others do not."""
+    """But for the largest size all warm up: each launches kernels that the others do not."""
     manager = make_manager([1, 2, 4], CUDAGraphMode.FULL_AND_PIECEWISE)
     ran: list[tuple[int, Variant | None, bool]] = []
 
@@ -100,12 +78,18 @@ def test_one_variant_of_a_size_warms_up_for_all(monkeypatch: pytest.MonkeyPatch)
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             for desc in self._capture_descs[mode]:
                 for warmup in (True, False):
-                    create(desc, warmup=warmup)(CUDAGraphMode.NONE)
+                    forward = create(desc, warmup=warmup)
+                    assert self.step_variant.capturing is None
+                    forward(CUDAGraphMode.NONE)
 
     def create(desc: Any, warmup: bool) -> Any:
-        return lambda mode: ran.append((desc.num_tokens, getattr(desc, "variant", None), warmup))
+        variant = getattr(desc, "variant", None)
+        # Known while metadata is built.
+        assert manager.step_variant.capturing is variant
+        return lambda mode: ran.append((desc.num_tokens, variant, warmup))
 
     monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    # The call that ModelCudaGraphManager.capture makes with super().
     super(type(manager).__mro__[1], manager).capture(create, "Capturing")
     variants = manager.step_variant.captured
     assert [one for one in ran if one[1] and not one[2]] == [

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
-from h2o_vllm.engine.cuda import backends, choice
+from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
 from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
@@ -36,44 +36,6 @@ def test_scales_per_head_are_refused() -> None:
     check_scales([layer(), layer(_k_scale=torch.ones(1)), unread])
     with pytest.raises(ConfigError, match="one per head"):
         check_scales([layer(), layer(_v_scale=torch.ones(8))])
-
-
-@pytest.mark.parametrize(
-    ("seqs", "captured", "mode", "eager", "says"),
-    [
-        (1024, 512, "FULL_AND_PIECEWISE", False, "--max-cudagraph-capture-size 1024"),
-        (530, 512, "FULL_DECODE_ONLY", False, "with 8 more graphs"),
-        (512, 512, "FULL_AND_PIECEWISE", False, None),
-        (1024, 512, "PIECEWISE", False, None),
-        (1024, 0, "NONE", False, None),
-        (1024, 512, "FULL_AND_PIECEWISE", True, None),
-    ],
-)
-def test_batches_without_graphs_are_said_once(
-    caplog: pytest.LogCaptureFixture,
-    seqs: int,
-    captured: int,
-    mode: str,
-    eager: bool,
-    says: str | None,
-) -> None:
-    from vllm.config.compilation import CUDAGraphMode
-
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(
-            max_cudagraph_capture_size=captured, cudagraph_mode=CUDAGraphMode[mode]
-        ),
-        scheduler_config=SimpleNamespace(max_num_seqs=seqs),
-        model_config=SimpleNamespace(enforce_eager=eager),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        device_config=SimpleNamespace(device_type="cuda"),
-        additional_config={"h2o": {}},
-    )
-    with caplog.at_level("WARNING", choice.logger.name):
-        choice.warn_of_batches_without_graphs(config)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == (says is not None)
-    assert all(says in line and "\n" not in line for line in lines if says)
 
 
 def test_the_engine_arguments_name_our_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.engine.run_engine import RESULT_MARK
 from tests.published import PUBLISHED
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 96
@@ -87,6 +87,13 @@ def whole(prompt: Prompt) -> dict[str, Any]:
     return prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt}
 
 
+def _greedy(asked: dict[str, Any] | None, **params: Any) -> SamplingParams:
+    from vllm import SamplingParams
+
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params
+    return SamplingParams(**params, extra_args=asked)
+
+
 @dataclass
 class Engine:
     """A running engine and the ways tests look into it."""
@@ -100,15 +107,16 @@ class Engine:
         **params: Any,
     ) -> list[RequestOutput]:
         """Greedy by default; ``asked`` are the budget fields, for all prompts or one by one."""
-        from vllm import SamplingParams
-
         each = asked if isinstance(asked, list) else [asked] * len(prompts)
-        params = {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params
         return self.llm.generate(
             [whole(prompt) for prompt in prompts],
-            [SamplingParams(**params, extra_args=one) for one in each],
+            [_greedy(one, **params) for one in each],
             use_tqdm=False,
         )
+
+    def begin(self, name: str, prompt: Prompt, asked: dict[str, Any] | None, **params: Any) -> None:
+        """Add a request for steps by hand; greedy as well."""
+        self.llm.llm_engine.add_request(name, whole(prompt), _greedy(asked, **params))
 
     def crowd_out(
         self,
@@ -125,15 +133,10 @@ class Engine:
             Its output, and what ``watch`` said before each step that preempted it; by default how many blocks
             it had given back.
         """
-        from vllm import SamplingParams
-
         llm_engine, requests = self.llm.llm_engine, self.scheduler.requests
         for i in range(3):
-            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
-            early = texts[i * 900 : i * 900 + 900]
-            llm_engine.add_request(f"early-{i}", {"prompt_token_ids": early}, params)
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=asked)
-        llm_engine.add_request("late", whole(prompt), params)
+            self.begin(f"early-{i}", texts[i * 900 : i * 900 + 900], None, max_tokens=100)
+        self.begin("late", prompt, asked, max_tokens=130)
         preempted: list[Any] = []
         while llm_engine.has_unfinished_requests():
             before = {

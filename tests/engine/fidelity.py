@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, Prompt, whole
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, Prompt
 from tests.reference.h2o import LayerCache, Reference
 
 STEPS = 48
@@ -25,11 +25,12 @@ class Seen:
     """A request as the worker held it at its last step, and what it had answered.
 
     ``keys``, ``values``: [KH, S, D] of the live tokens, ``scores``: [KH, S]; one of each per evictable layer.
+    If heads share slots, of the keys of each layer those of each head, [S, D].
     """
 
     tokens: list[int]
     logprobs: list[dict[int, Any]]
-    keys: list[Tensor]
+    keys: Sequence[Any]
     values: list[Tensor]
     scores: list[Tensor]
     report: dict[str, Any]
@@ -118,38 +119,36 @@ def run_to_the_end(
     prompt: Prompt,
     asked: dict[str, Any],
     among: list[tuple[list[int], dict[str, Any] | None]] | None = None,
+    *,
+    steps: int = STEPS,
+    keys_of: Callable[[Engine, str, int], Sequence[Any]] | None = None,
 ) -> Seen:
     """Generate step by step, and look into the worker before the request is gone.
 
-    ``among`` are other requests, which begin in the same step and end later.
+    Args:
+        among: other requests, which begin in the same step and end later.
+        steps: generated tokens.
+        keys_of: the keys that attention sees, by request and tokens on average, where heads share slots.
     """
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=STEPS + 1, logprobs=5, detokenize=False,
-        extra_args=asked,
-    )  # fmt: skip
     llm_engine = engine.llm.llm_engine
     for number, (other, its_budget) in enumerate(among or ()):
-        longer = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=STEPS + 9, extra_args=its_budget
-        )
-        llm_engine.add_request(f"other-{number}", {"prompt_token_ids": other}, longer)
-    llm_engine.add_request("law4", whole(prompt), params)
+        engine.begin(f"other-{number}", other, its_budget, max_tokens=steps + 9)
+    engine.begin("law4", prompt, asked, max_tokens=steps + 1, logprobs=5, detokenize=False)
     seen = None
     while llm_engine.has_unfinished_requests():
         outputs = [output for output in llm_engine.step() if output.request_id == "law4"]
         done = outputs[0].outputs[0] if outputs else None
-        if done is not None and len(done.token_ids) == STEPS:
+        if done is not None and len(done.token_ids) == steps:
             (request_id,) = (name for name in engine.scheduler.requests if name.startswith("law4"))
             report = engine.scheduler.blocks.eviction_state(request_id).report()
             state = engine.worker._state
             blocks, offsets = live_slots(engine, request_id, report["tokens_held"])
             views = [key_value_views(kv) for kv in state.kv_caches]
+            keys = [keys[blocks, :, :, offsets].transpose(0, 1).clone() for keys, _ in views]
             seen = Seen(
                 tokens=list(done.token_ids),
                 logprobs=list(done.logprobs),
-                keys=[keys[blocks, :, :, offsets].transpose(0, 1).clone() for keys, _ in views],
+                keys=keys_of(engine, request_id, report["tokens_held"]) if keys_of else keys,
                 values=[values[blocks, :, offsets].transpose(0, 1).clone() for _, values in views],
                 scores=[scores[blocks, :, offsets].T.clone() for scores in state.scores],
                 report=report,

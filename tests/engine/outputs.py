@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+    from tests.engine.conftest import Engine
+
 
 def tokens_of(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
@@ -35,3 +37,28 @@ def check_alike(
     for one, reference, output in zip(asked, expected, found, strict=True):
         assert tokens_of(output) == tokens_of(reference), one
         assert kept_of(output) == kept_of(reference), one
+
+
+def check_mix(
+    engine: Engine,
+    asked: Sequence[tuple[Any, Any]],
+    crowd: Sequence[tuple[Any, Any]],
+    **params: Any,
+) -> list[RequestOutput]:
+    """Laws 5 and 2: each request, a prompt and its fields, is the same alone and in a crowd.
+
+    Half of the crowd comes before. Afterwards the pool has all its blocks.
+
+    Returns:
+        The outputs in the crowd.
+    """
+    alone = [engine.generate([prompt], one, **params)[0] for prompt, one in asked]
+    assert engine.llm.reset_prefix_cache()
+    half = len(crowd) // 2
+    prompts, fields = zip(*crowd[:half], *asked, *crowd[half:], strict=True)
+    outputs = engine.generate(prompts, list(fields), **params)[half : half + len(asked)]
+    check_alike([one for _, one in asked], alone, outputs)
+    blocks = engine.scheduler.blocks
+    blocks.check_integrity(idle=True)
+    assert blocks.block_pool.get_num_free_blocks() == blocks.block_pool.num_gpu_blocks - 1
+    return outputs

@@ -320,6 +320,10 @@ class Rig:
             self.step()
         raise AssertionError(f"not done after {limit} steps")
 
+    def report(self, name: str) -> Any:
+        """Of a request that has ended, with one answer."""
+        return self.reports[name]["0"]
+
     def take(self, leave: int) -> None:
         """Take all free blocks except ``leave`` out of the pool, until :meth:`give_back`."""
         pool = self.blocks.block_pool

@@ -17,12 +17,11 @@ from tests.engine.conftest import run_engine
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A system with g++ and Python's headers, and torch for CPUs."""
+    """A system with g++ and Python's headers."""
     for name in ("g++", "Python.h"):
         (tmp_path / name).touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cpu")
     monkeypatch.delenv("CXX", raising=False)
     # Set first, so that what the code under test sets is taken back.
     monkeypatch.setenv(environment.COMPILE, "")
@@ -30,32 +29,37 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_complete_system_compiles(system: Path) -> None:
-    assert environment.switch_off_compiling() == ""
-    assert environment.COMPILE not in os.environ
-
-
-@pytest.mark.parametrize("lacks", ["g++", "Python.h", "my-g++"])
-def test_compiling_is_off_where_a_part_is_missing(
-    lacks: str, system: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lacks", "torch", "given", "eager", "said", "switch"),
+    [
+        ("", "2.13.0+cpu", {}, False, "", None),
+        ("g++", "2.13.0+cpu", {}, False, "g++", "1"),
+        ("Python.h", "2.13.0+cpu", {}, False, "Python.h", "1"),
+        ("", "2.13.0+cpu", {"CXX": "my-g++ -O2"}, False, "g++", "1"),
+        ("g++", "2.13.0+cpu", {environment.COMPILE: "0"}, False, "", "0"),
+        ("g++", "2.13.0+cu130", {}, False, "", None),
+        ("", "2.13.0+cpu", {}, True, "", "1"),
+        ("", "2.13.0+cu130", {}, True, "", None),
+    ],
+)
+def test_compiling_is_off_where_a_part_is_missing_or_the_engine_of_a_cpu_is_eager(
+    system: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lacks: str,
+    torch: str,
+    given: dict[str, str],
+    eager: bool,
+    said: str,
+    switch: str | None,
 ) -> None:
-    if lacks == "my-g++":
-        monkeypatch.setenv("CXX", "my-g++ -O2")
-    else:
+    if lacks:
         (system / lacks).unlink()
-    assert lacks.removeprefix("my-") in environment.switch_off_compiling()
-    assert os.environ[environment.COMPILE] == "1"
-
-
-def test_an_eager_engine_on_a_cpu_compiles_nothing(
-    system: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert environment.switch_off_compiling(eager=True) == ""
-    assert os.environ[environment.COMPILE] == "1"
-    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
-    monkeypatch.delenv(environment.COMPILE)
-    assert environment.switch_off_compiling(eager=True) == ""
-    assert environment.COMPILE not in os.environ
+    monkeypatch.setattr(metadata, "version", lambda _: torch)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    answer = environment.switch_off_compiling(eager=eager)
+    assert said in answer and bool(said) == bool(answer)
+    assert os.environ.get(environment.COMPILE) == switch
 
 
 @pytest.mark.parametrize(
@@ -70,17 +74,6 @@ def test_an_eager_engine_on_a_cpu_compiles_nothing(
 )
 def test_the_last_option_says_whether_an_engine_is_eager(arguments: list[str], eager: bool) -> None:
     assert cli._is_eager(arguments) is eager
-
-
-def test_other_builds_and_a_given_choice_are_left_alone(
-    system: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (system / "g++").unlink()
-    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cu130")
-    assert environment.switch_off_compiling() == ""
-    monkeypatch.setattr(metadata, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setenv(environment.COMPILE, "0")
-    assert environment.switch_off_compiling() == ""
 
 
 @pytest.mark.e2e

@@ -43,11 +43,6 @@ def decided(rig: Rig, name: str) -> list[tuple[int, tuple[int, ...]]]:
     return [(one.seen, one.holes) for one in rig.evictions if one.request_id == name]
 
 
-def cached(rig: Rig, name: str) -> int:
-    tokens: int = rig.reports[name]["0"]["tokens_cached"]
-    return tokens
-
-
 def of_prompt(tokens: int, prompt: int) -> int:
     """What vLLM's cache gives of them: whole blocks, and a token is left to compute."""
     return min(tokens, (prompt - 1) // BLOCK * BLOCK)
@@ -72,7 +67,7 @@ def test_law06_hits_end_where_the_first_eviction_does(
         runs.append(decided(rig, "one"))
     assert runs[0] == runs[1] and len(runs[0]) > 1
     _, holes = runs[0][0]
-    assert cached(rig, "one") == of_prompt((max(holes) + 1) * BLOCK, length) > 0
+    assert rig.report("one")["tokens_cached"] == of_prompt((max(holes) + 1) * BLOCK, length) > 0
 
 
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
@@ -87,13 +82,13 @@ def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
     freed = (max(holes) + 1) * BLOCK
     rig.add("again", PROMPT, BY_KEY | asked, max_tokens=60)
     rig.run()
-    assert cached(rig, "again") == of_prompt(freed, len(PROMPT))
+    assert rig.report("again")["tokens_cached"] == of_prompt(freed, len(PROMPT))
     turn = PROMPT + rig.tokens["first"] + list(range(2000, 2020))
     rig.add("turn", turn, BY_KEY | asked, max_tokens=60)
     rig.add("full", turn, max_tokens=1)
     rig.run()
     # Longer, it could read more; but nobody has published more.
-    assert cached(rig, "turn") == freed
+    assert rig.report("turn")["tokens_cached"] == freed
     assert decided(rig, "again") == decided(rig, "first")
 
 
@@ -118,7 +113,9 @@ def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> Non
         "computes": 200, "key": 200 - 112, "full": 200 - READABLE, "ranks": 512 - 200 - 88 - 40,
     }  # fmt: skip
     rig.run()
-    assert cached(rig, "ranks") == 0 and cached(rig, "protects") == 64
+    assert (
+        rig.report("ranks")["tokens_cached"] == 0 and rig.report("protects")["tokens_cached"] == 64
+    )
 
 
 def test_choices_of_one_prompt_compute_and_hold_its_beginning_once(model_dir: str) -> None:

@@ -33,7 +33,7 @@ def test_drafts_that_do_not_pay_rest_and_are_tried_again(
     rig.add("wrong", PROMPT, max_tokens=150)
     rig.add("right", PROMPT, max_tokens=150)
     rig.run()
-    wrong, right = (rig.reports[name]["0"] for name in drafts)
+    wrong, right = (rig.report(name) for name in drafts)
     # The average begins at 1.
     tries = 1 + math.floor(math.log(LEAST, MEMORY))
     assert wrong["tokens_drafted"] == 3 * (tries + (149 - tries) // (RESTS + 1))
@@ -53,7 +53,7 @@ def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str) -> Non
     assert "two" not in output.scheduled_spec_decode_tokens
     assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
     rig.run()
-    assert rig.reports["two"]["0"]["tokens_drafted"] == 0
+    assert rig.report("two")["tokens_drafted"] == 0
 
 
 def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None:

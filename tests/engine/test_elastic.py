@@ -15,10 +15,6 @@ PROMPT = list(range(1000, 1200))
 ELASTIC = {"kv_budget": 0.2, "kv_elastic": True}
 
 
-def report(rig: Rig, name: str) -> Any:
-    return rig.reports[name]["0"]
-
-
 def other(number: int, length: int = 200) -> list[int]:
     """A prompt that shares nothing with the others."""
     return list(range(10_000 * (number + 1), 10_000 * (number + 1) + length))
@@ -37,12 +33,12 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
         rig.add(f"{number}", other(number), asked, max_tokens=60)
     rig.run()
     assert rig.preemptions == 0
-    squeezed = [number for number in range(3) if report(rig, f"{number}")["squeezed_at"]]
+    squeezed = [number for number in range(3) if rig.report(f"{number}")["squeezed_at"]]
     # The first that needs a block is answered by one, of equals the youngest; its blocks last for the others.
     assert squeezed == [2]
     first = rig.evictions[0]
     assert {e.request_id for e in rig.evictions} == {"2"}
-    assert first.seen == report(rig, "2")["squeezed_at"] > 200
+    assert first.seen == rig.report("2")["squeezed_at"] > 200
     assert len(first.holes) == (first.seen - -(-first.seen // 5)) // 16
     counts = [s.kv_connector_stats["h2o_metrics"] for s in rig.stats if s.kv_connector_stats]
     sums = {key: sum(count[key] for count in counts) for key in counts[0] if "_" in key and
@@ -66,7 +62,7 @@ def test_waiting_prompts_squeeze_or_queue(model_dir: str, admission: str) -> Non
     rig.run()
     # The choice is about prompts only: who runs and needs a block gets it either way.
     assert rig.preemptions == 0
-    first, second, _ = [report(rig, name)["squeezed_at"] for name in ("first", "second", "third")]
+    first, second, _ = [rig.report(name)["squeezed_at"] for name in ("first", "second", "third")]
     assert first is None
     assert second == 200 if admission == "squeeze" else second > 200
 
@@ -81,8 +77,8 @@ def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:
     rig.step()
     assert not rig.evictions and "huge" not in rig.tokens["huge"]
     rig.run()
-    assert report(rig, "small")["squeezed_at"] is None
-    assert report(rig, "huge")["squeezed_at"] is None
+    assert rig.report("small")["squeezed_at"] is None
+    assert rig.report("huge")["squeezed_at"] is None
 
 
 def test_the_watermark_counts_for_waiting_prompts(model_dir: str) -> None:
@@ -94,7 +90,7 @@ def test_the_watermark_counts_for_waiting_prompts(model_dir: str) -> None:
         rig.add("second", other(1), ELASTIC, max_tokens=10)
         assert "second" in rig.step().num_scheduled_tokens
         rig.run()
-        assert report(rig, "first")["squeezed_at"] == squeezed
+        assert rig.report("first")["squeezed_at"] == squeezed
 
 
 def test_priorities_decide_who_yields_and_to_whom(model_dir: str) -> None:
@@ -149,7 +145,7 @@ def test_law06_who_needs_no_scores_is_stock_until_squeezed(model_dir: str, polic
     else:
         assert hashed == [i for i in live if i < 15], "all but the one whose last token came after"
     rig.run()
-    assert report(rig, "one")["tokens_cached"] == 192
+    assert rig.report("one")["tokens_cached"] == 192
     rig.add("after", PROMPT, max_tokens=1)
     # What the squeeze freed untouched was overwritten by the crowd, or is still there: never wrong.
     rig.run()

@@ -85,20 +85,12 @@ def squeeze_late(
     engine: Engine, prompt: list[int], asked: dict[str, Any], crowd: list[int], *, idle: bool
 ) -> Any:
     """Squeeze a request for a prompt; ``idle``: in a step that computes nothing of the victim."""
-    from vllm import SamplingParams
-
-    def start(name: str, tokens: list[int], fields: dict[str, Any] | None, count: int) -> None:
-        params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=count, logprobs=0, extra_args=fields
-        )
-        llm_engine.add_request(name, {"prompt_token_ids": tokens}, params)
-
     llm_engine, scheduler = engine.llm.llm_engine, engine.scheduler
     with left(engine, 24), pytest.MonkeyPatch.context() as patch:
-        start("victim", prompt, asked, NEW)
+        engine.begin("victim", prompt, asked, max_tokens=NEW, logprobs=0)
         for _ in range(10):
             llm_engine.step()
-        start("crowd", crowd, None, 2)
+        engine.begin("crowd", crowd, None, max_tokens=2)
         steps, victim = [], None
         schedule, limit_chunk = scheduler.schedule, scheduler.limit_chunk
 

@@ -7,35 +7,42 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from h2o_vllm.engine.cpu import environment
 
+SPIN, GLIBC, AOT = (
+    environment.spin_briefly, environment.allocate_by_glibc, environment.find_compiled_again
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("count", "given", "expected"),
+    ("prepare", "cores", "given", "added"),
     [
-        pytest.param(2, {}, {"GOMP_SPINCOUNT": environment.SPINS}, id="few"),
-        pytest.param(5, {}, {}, id="many"),
-        pytest.param(2, {"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}, id="spins"),
-        pytest.param(2, {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}, id="policy"),
+        (SPIN, 2, {}, {"GOMP_SPINCOUNT": environment.SPINS}),
+        (SPIN, 5, {}, {}),
+        (SPIN, 2, {"GOMP_SPINCOUNT": "7"}, {}),
+        (SPIN, 2, {"OMP_WAIT_POLICY": "active"}, {}),
+        *((GLIBC, 2, {name: "1"}, {}) for name in environment.MALLOC),
+        # Inductor stores what is compiled.
+        (AOT, 2, {}, {"VLLM_USE_AOT_COMPILE": "0"}),
+        (AOT, 2, {"VLLM_USE_AOT_COMPILE": "1"}, {}),
+        (AOT, 2, {"VLLM_FORCE_AOT_LOAD": "1"}, {}),
     ],
 )
-def test_threads_spin_briefly_on_few_cores_unless_the_user_says_how(
-    count: int, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_what_the_user_has_set_wins(
+    prepare: Callable[[dict[str, str]], None],
+    cores: int,
+    given: dict[str, str],
+    added: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     variables = dict(given)
-    environment.spin_briefly(variables)
-    assert variables == expected
-
-
-@pytest.mark.parametrize("name", environment.MALLOC)
-def test_what_the_user_has_set_for_glibc_wins(name: str) -> None:
-    variables = {name: "1"}
-    environment.allocate_by_glibc(variables)
-    assert variables == {name: "1"}
+    prepare(variables)
+    assert variables == given | added
 
 
 ALLOCATE = """
@@ -68,22 +75,3 @@ def test_a_process_started_with_it_keeps_what_is_freed() -> None:
 
     plain = {name: value for name, value in variables.items() if name not in environment.MALLOC}
     assert kept(variables) > kept(plain) + (15 << 10)
-
-
-OURS = {"VLLM_USE_AOT_COMPILE": "0"}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        pytest.param({}, OURS, id="ours"),
-        pytest.param({"VLLM_USE_AOT_COMPILE": "1"}, {"VLLM_USE_AOT_COMPILE": "1"}, id="stored"),
-        pytest.param({"VLLM_FORCE_AOT_LOAD": "1"}, {"VLLM_FORCE_AOT_LOAD": "1"}, id="forced"),
-    ],
-)
-def test_inductor_stores_what_is_compiled_unless_the_user_says_how(
-    given: dict[str, str], expected: dict[str, str]
-) -> None:
-    variables = dict(given)
-    environment.find_compiled_again(variables)
-    assert variables == expected

@@ -20,7 +20,7 @@ from h2o_vllm.engine.cpu.rows import RowSplit, split_rows
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
 from h2o_vllm.policy.policy import Policy
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
-from tests.engine.outputs import kept_of, logprobs_of, report_of, tokens_of
+from tests.engine.outputs import check_alike, logprobs_of, report_of, tokens_of
 from tests.engine.rows import rows_of
 
 ASKED: list[dict[str, Any] | None] = [
@@ -86,9 +86,7 @@ def test_law01_and_law05_mixed_batches_give_the_tokens_of_vllms_kernel(
     assert own.llm.reset_prefix_cache()
     ours = own.generate(prompts, asked, max_tokens=30)
     theirs = clean.generate(prompts, asked, max_tokens=30)
-    for one, output, reference in zip(asked, ours, theirs, strict=True):
-        assert tokens_of(output) == tokens_of(reference), one
-        assert kept_of(output) == kept_of(reference), one
+    check_alike(asked, theirs, ours)
     own.scheduler.blocks.check_integrity(idle=True)
 
 

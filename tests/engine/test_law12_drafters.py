@@ -185,15 +185,12 @@ def test_law12_at_the_models_end_nothing_is_drafted_and_nothing_changes(drafting
 
 
 def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(drafting: Engine) -> None:
-    from vllm import SamplingParams
-
     asked, late = {"kv_budget": 0.35}, TEXT[100:220]
     with silence(drafting):
         (alone,) = drafting.generate([late], asked, max_tokens=130)
     llm_engine, preempted, outputs = drafting.llm.llm_engine, 0, dict[str, Any]()
-    for name, prompt, fields in (("early", TEXT[:400], None), ("late", late, asked)):
-        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, extra_args=fields)
-        llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    drafting.begin("early", TEXT[:400], None, max_tokens=130)
+    drafting.begin("late", late, asked, max_tokens=130)
     # For both prompts with slots for drafts, and not for both answers.
     with left(drafting, 19):
         while llm_engine.has_unfinished_requests():

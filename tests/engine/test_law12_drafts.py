@@ -67,13 +67,8 @@ def watch(
     engine: Engine, prompt: list[int], asked: dict[str, Any], answer: int = ANSWER
 ) -> tuple[Any, dict[int, list[Tensor]]]:
     """Run one request; after each step, by the number of tokens computed: the scores of what it holds."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=answer, detokenize=False, extra_args=asked
-    )
     llm_engine, state = engine.llm.llm_engine, engine.worker._state
-    llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
+    engine.begin("watched", prompt, asked, max_tokens=answer, detokenize=False)
     scores: dict[int, list[Tensor]] = {}
     while llm_engine.has_unfinished_requests():
         (output,) = llm_engine.step() or [None]
@@ -113,22 +108,6 @@ def test_law12_scores_and_kept_sets_are_those_without_drafts(
                 else:
                     # Drafts attend in a kernel that adds nothing to scores, and rounds otherwise.
                     torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("asked", UNSCORED, ids=str)
-def test_law12_policies_without_scores_need_nothing_of_drafts(
-    drafting: Engine, text_tokens: list[int], asked: dict[str, Any]
-) -> None:
-    # A request whose segments settle cannot have a trace.
-    prompt, traced = text_tokens[300:900], asked | {"kv_trace": "kv_settle_tokens" not in asked}
-    (alone,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
-    Drafter.known = [[*prompt, *tokens_of(alone)]]
-    assert drafting.llm.reset_prefix_cache()
-    Drafter.mode = "any"
-    (output,) = drafting.generate([prompt], traced, max_tokens=ANSWER)
-    assert tokens_of(output) == tokens_of(alone)
-    assert without_drafts(output) == without_drafts(alone)
-    assert report_of(output)["tokens_accepted"] > 0
 
 
 @pytest.mark.slow

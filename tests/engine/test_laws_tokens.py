@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import BLOCK_SIZE, NUM_BLOCKS, Engine
-from tests.engine.outputs import check_alike, kept_of, report_of, tokens_of
+from tests.engine.outputs import check_mix, kept_of, report_of, tokens_of
 from tests.served import SERVED
 
 pytestmark = pytest.mark.e2e
@@ -48,17 +48,11 @@ def test_a_budget_changes_what_is_held_and_the_report_says_so(
 def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: list[int]) -> None:
     """Alone, and among others in a pool so small that prompts wait for each other's blocks."""
     chance = random.Random(5)
-    prompt, asked = text_tokens[500:800], BUDGETS[1:]
-    alone = [clean.generate([prompt], one, max_tokens=40)[0] for one in asked]
-    assert clean.llm.reset_prefix_cache()
-    crowd = [text_tokens[a : a + chance.randint(20, 400)] for a in range(1000, 2600, 100)]
-    budgets = [chance.choice(BUDGETS) for _ in crowd]
-    outputs = clean.generate(
-        [*crowd[:8], *[prompt] * len(asked), *crowd[8:]],
-        [*budgets[:8], *asked, *budgets[8:]],
-        max_tokens=40,
-    )
-    check_alike(asked, alone, outputs[8:][: len(asked)])
+    crowd = [
+        (text_tokens[a : a + chance.randint(20, 400)], chance.choice(BUDGETS))
+        for a in range(1000, 2600, 100)
+    ]
+    check_mix(clean, [(text_tokens[500:800], one) for one in BUDGETS[1:]], crowd, max_tokens=40)
 
 
 LONG = pytest.mark.long

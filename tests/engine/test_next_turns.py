@@ -12,7 +12,7 @@ from h2o_vllm.blocks.manager import retained_answers
 from h2o_vllm.blocks.manager.retained_answers import STEPS, TURNS_AHEAD
 from tests.engine.scheduling import Rig
 from tests.engine.test_settled import ASKED, PROMPT, made
-from tests.engine.test_settled_waiting import cached, running
+from tests.engine.test_settled_waiting import running
 
 OTHER = list(range(5000, 5400))
 LONG, SHORT = 60.0, 1e-9
@@ -48,7 +48,7 @@ def test_a_next_turn_reads_what_its_answer_left(model_dir: str, options: dict[st
     rig.step()
     assert running(rig) == ["second"]
     rig.run()
-    assert cached(rig, "second") == 400 and cached(rig, "anew") == 0
+    assert rig.report("second")["tokens_cached"] == 400 and rig.report("anew")["tokens_cached"] == 0
 
 
 @pytest.mark.parametrize("seconds", [SHORT, LONG])
@@ -87,7 +87,7 @@ def test_a_turn_that_waits_has_its_blocks_kept(model_dir: str, more: int) -> Non
     rig.step()
     assert running(rig) == (["anew"] if more else ["second"])
     rig.run()
-    assert cached(rig, "second") == (0 if more else 400)
+    assert rig.report("second")["tokens_cached"] == (0 if more else 400)
 
 
 def test_each_request_is_overtaken_by_so_many_turns(
@@ -204,7 +204,7 @@ def test_a_turn_without_the_answer_is_a_next_turn(model_dir: str) -> None:
     assert running(rig) == ["second"]
     while "second" not in rig.reports:
         rig.step()
-    assert cached(rig, "second") == 384
+    assert rig.report("second")["tokens_cached"] == 384
 
 
 def test_one_that_was_preempted_waits_for_no_turn(model_dir: str) -> None:

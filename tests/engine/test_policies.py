@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, NUM_BLOCKS, Engine
-from tests.engine.fidelity import one_thread
-from tests.engine.outputs import kept_of, report_of, tokens_of
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
+from tests.engine.fidelity import Seen, one_thread, run_to_the_end
+from tests.engine.outputs import check_mix, report_of
 from tests.reference.policies import PolicyModel, load
 from tests.served import SERVED, policy_of
 
@@ -42,48 +41,6 @@ NEARLY_TIED = 1e-4
 @pytest.fixture(scope="module")
 def plain_model(model_dir: str) -> torch.nn.Module:
     return load(model_dir)
-
-
-def live_keys(engine: Engine, request_id: str, live: int) -> list[torch.Tensor]:
-    """Of each layer: the keys that attention sees, [KH, S, D]."""
-    state = engine.worker._state
-    table = engine.worker.model_runner.requests[request_id].block_ids[state.kv_cache_group]
-    blocks = torch.tensor([block for block in table if block != 0])
-    return [
-        key_value_views(kv)[0][blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :live].clone()
-        for kv in state.kv_caches
-    ]
-
-
-def watch(
-    engine: Engine,
-    prompt: list[int],
-    asked: dict[str, Any],
-    steps: int = STEPS,
-    keys_of: Callable[..., Any] = live_keys,
-) -> dict[str, Any]:
-    """Generate step by step, and copy the worker's live keys before the request is gone.
-
-    Args:
-        steps: generated tokens. keys_of: as :func:`live_keys`.
-    """
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=steps + 1, logprobs=5, extra_args=asked
-    )
-    llm_engine, seen = engine.llm.llm_engine, {}
-    llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
-    while llm_engine.has_unfinished_requests():
-        outputs = llm_engine.step()
-        done = outputs[0].outputs[0] if outputs else None
-        if done is not None and len(done.token_ids) == steps:
-            (request,) = engine.scheduler.requests.values()
-            report = engine.scheduler.blocks.eviction_state(request.request_id).report()
-            seen["heads"] = report["heads"]
-            seen["keys"] = keys_of(engine, request.request_id, report["tokens_held"])
-            seen["tokens"], seen["logprobs"] = list(done.token_ids), list(done.logprobs)
-    return seen
 
 
 def test_every_policy_has_a_row() -> None:
@@ -157,22 +114,18 @@ def assert_kept_as_by(
     asked: dict[str, Any],
     tolerance: float = 5e-3,
     steps: int = STEPS,
-    keys_of: Callable[..., Any] = live_keys,
-) -> dict[str, Any]:
-    """The engine says what ``model`` says, and keeps what it keeps, in every layer and head.
-
-    Returns:
-        What :func:`watch` saw.
-    """
-    ours = watch(engine, prompt, asked, steps, keys_of)
+    keys_of: Callable[..., Any] | None = None,
+) -> Seen:
+    """The engine says what ``model`` says, and keeps what it keeps, in every layer and head."""
+    ours = run_to_the_end(engine, prompt, asked, steps=steps, keys_of=keys_of)
     with one_thread():
         tokens, logprobs = model.generate(prompt, steps)
     assert len(model.ranked) > 1
-    assert ours["tokens"] == tokens
-    for step, entries in enumerate(ours["logprobs"]):
+    assert ours.tokens == tokens
+    for step, entries in enumerate(ours.logprobs):
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=tolerance)
-    assert_keeps_as(model, ours["keys"], asked.get("kv_protect", 0))
+    assert_keeps_as(model, ours.keys, asked.get("kv_protect", 0))
     return ours
 
 
@@ -214,20 +167,10 @@ def test_law05_tokens_do_not_depend_on_the_batch(clean: Engine, text_tokens: lis
         {"kv_budget": 0.25, "kv_policy": policy, "kv_protect": protect}
         for policy, protect in [*((one, 0) for one in KEPT), *((one, 5) for one in PROTECTING)]
     ]
-    prompts = [text_tokens[900 + 40 * i : 1160 + 60 * i] for i in range(len(asked))]
-    alone = [
-        clean.generate([prompt], one, max_tokens=36)[0]
-        for prompt, one in zip(prompts, asked, strict=True)
-    ]
-    assert clean.llm.reset_prefix_cache()
-    crowd = [text_tokens[a : a + chance.randint(20, 300)] for a in range(2000, 2600, 100)]
-    outputs = clean.generate([*crowd, *prompts], [*[None] * len(crowd), *asked], max_tokens=36)
-    for one, reference, output in zip(asked, alone, outputs[len(crowd) :], strict=True):
-        assert tokens_of(output) == tokens_of(reference), one
+    jobs = [(text_tokens[900 + 40 * i : 1160 + 60 * i], one) for i, one in enumerate(asked)]
+    crowd = [(text_tokens[a : a + chance.randint(20, 300)], None) for a in range(2000, 2600, 100)]
+    for one, output in zip(asked, check_mix(clean, jobs, crowd, max_tokens=36), strict=True):
         report = report_of(output)
-        assert kept_of(output) == kept_of(reference), one
         assert report["policy"] == one["kv_policy"]
         assert report["tokens_evicted"] > 0
         assert report["tokens_held"] <= math.ceil(report["budget_tokens"] / BLOCK_SIZE + 1) * 32
-    clean.scheduler.blocks.check_integrity(idle=True)
-    assert clean.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,6 @@ ASKED = {"kv_budget": 0.2, "kv_prefill_tokens": BOUND}
 def prompt_of(number: int, length: int) -> list[int]:
     """A prompt that shares nothing with the others."""
     return list(range(10_000 * (number + 1), 10_000 * (number + 1) + length))
-
-
-def report(rig: Rig, name: str) -> Any:
-    return rig.reports[name]["0"]
 
 
 @pytest.mark.parametrize(("batched_tokens", "pipelined"), [(16, True), (50, False), (512, True)])
@@ -41,7 +36,7 @@ def test_law03_a_bounded_prompt_never_holds_more(
         if "a" in rig.blocks.req_to_blocks:
             most = max(most, rig.live_blocks("a"))
     assert most <= (pinned + BOUND) // BLOCK
-    one = report(rig, "a")
+    one = rig.report("a")
     assert one["peak_blocks"] == most == (pinned + BOUND) // BLOCK
     assert one["prefill_tokens"] == BOUND
     assert one["squeezed_at"] == pinned + BOUND
@@ -59,7 +54,7 @@ def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
     rig.run(limit=3000)
     assert rig.preemptions == 0
     assert len(rig.tokens["a"]) == 1000
-    one = report(rig, "a")
+    one = rig.report("a")
     assert one["tokens_seen"] == 3999
     assert one["tokens_held"] <= 96 + BLOCK
     assert one["peak_blocks"] == BOUND // BLOCK
@@ -72,10 +67,10 @@ def test_elastic_request_with_a_prompt_beyond_its_bound_is_lossless_no_more(mode
     rig.add("long", prompt_of(0, 500), asked, max_tokens=20)
     rig.add("short", prompt_of(1, 100), asked, max_tokens=20)
     rig.run()
-    assert report(rig, "long")["squeezed_at"] == BOUND
-    assert report(rig, "long")["tokens_held"] <= math.ceil(0.2 * 520) + BLOCK
-    assert report(rig, "short")["squeezed_at"] is None
-    assert report(rig, "short")["tokens_evicted"] == 0
+    assert rig.report("long")["squeezed_at"] == BOUND
+    assert rig.report("long")["tokens_held"] <= math.ceil(0.2 * 520) + BLOCK
+    assert rig.report("short")["squeezed_at"] is None
+    assert rig.report("short")["tokens_evicted"] == 0
 
 
 @pytest.mark.parametrize(

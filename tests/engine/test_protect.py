@@ -32,7 +32,7 @@ def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: b
         hit += 16 * max(0, doomed) * reads
         assert rig.step().num_scheduled_tokens[name] == len(PROMPT) - hit
         rig.run()
-        report = rig.reports[name]["0"]
+        report = rig.report(name)
         assert report["tokens_cached"] == hit
         assert report["tokens_protected"] == {199: 208, "prompt": 208}.get(protect, pinned)
         evicted = [e for e in rig.evictions if e.request_id == name]
@@ -47,8 +47,8 @@ def test_law07_a_protected_chat_reads_its_last_turn(model_dir: str) -> None:
         name, asked = f"turn {turn}", {"kv_budget": 0.2, "kv_protect": "prompt"}
         rig.add(name, prompt, asked, max_tokens=90)
         rig.run()
-        cached.append(rig.reports[name]["0"]["tokens_cached"])
-        assert rig.reports[name]["0"]["tokens_evicted"] > 0
+        cached.append(rig.report(name)["tokens_cached"])
+        assert rig.report(name)["tokens_evicted"] > 0
         prompt = prompt + rig.tokens[name] + list(range(2000, 2020))
     # The pinned blocks, and what the first eviction frees: one block behind them.
     assert cached == [0, 80, 176, 288]
@@ -89,7 +89,7 @@ def test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before(
             scheduled = rig.step().num_scheduled_tokens["one"]
             assert request.num_computed_tokens - scheduled == hit
         rig.run()
-        assert rig.reports["one"]["0"]["tokens_cached"] == 0
+        assert rig.report("one")["tokens_cached"] == 0
         return [(eviction.seen, eviction.holes) for eviction in rig.evictions]
 
     calm = evictions(preempt=False)
@@ -102,4 +102,4 @@ def test_a_server_wide_default_protects_as_much_as_is_allowed(model_dir: str) ->
     for length, pinned in ((100, 112), (101, 112), (40, 48)):
         rig.add(str(length), PROMPT[:length], {"kv_budget": 0.5}, max_tokens=60)
         rig.run()
-        assert rig.reports[str(length)]["0"]["tokens_protected"] == pinned
+        assert rig.report(str(length))["tokens_protected"] == pinned

@@ -21,65 +21,45 @@ from tests.engine.scheduling import Rig
 
 SPECULATIVE = {
     "method": "ngram",
-    "model": None,
     "num_speculative_tokens": 4,
     "max_num_new_slots_for_drafting": 1,
     "use_multi_module_mtp": lambda: False,
-    "parallel_drafting": False,
-    "kv_cache_dtype": None,
 }
+
+
+class Off(SimpleNamespace):
+    """What is not named is off. That vLLM's configuration has it: see below."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def engine(device: str) -> Any:
     """A configuration that starts on a device."""
-    return SimpleNamespace(
+    return Off(
         additional_config={"h2o": {}},
         device_config=SimpleNamespace(device_type=device),
-        scheduler_config=SimpleNamespace(
-            get_scheduler_cls=lambda: H2OScheduler,
-            max_num_batched_tokens=2048,
-            max_num_scheduled_tokens=None,
-            async_scheduling=False,
-        ),
-        parallel_config=SimpleNamespace(
+        scheduler_config=Off(get_scheduler_cls=lambda: H2OScheduler, max_num_batched_tokens=2048),
+        parallel_config=Off(
             worker_cls="h2o_vllm.engine.cpu.worker.H2OCPUWorker",
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
-            use_ubatching=False,
         ),
-        model_config=SimpleNamespace(
+        model_config=Off(
             architectures=["LlamaForCausalLM"],
             runner_type="generate",
             dtype=torch.bfloat16,
-            is_attention_free=False,
-            is_encoder_decoder=False,
-            is_hybrid=False,
-            is_mm_prefix_lm=False,
-            use_mla=False,
-            uses_mrope=False,
-            multimodal_config=None,
-            rswa_window=None,
             hf_text_config=SimpleNamespace(),
             model_arch_config=[],
             get_head_size=lambda: 128,
             get_total_num_kv_heads=lambda: 2,
         ),
-        cache_config=SimpleNamespace(
-            block_size=32,
-            cache_dtype="auto",
-            kv_sharing_fast_prefill=False,
-            enable_prefix_caching=True,
-        ),
-        attention_config=SimpleNamespace(
-            backend=SimpleNamespace(name="CUSTOM"), backend_per_kind=None
-        ),
+        cache_config=Off(block_size=32, cache_dtype="auto", enable_prefix_caching=True),
+        attention_config=Off(backend=SimpleNamespace(name="CUSTOM")),
         compilation_config=SimpleNamespace(custom_ops=["none"]),
-        speculative_config=None,
-        kv_transfer_config=None,
-        lora_config=None,
         use_v2_model_runner=device == "cuda",
     )
 
@@ -90,7 +70,7 @@ def changed(config: Any, path: str, value: object, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(last, str(value))
         return
     if parents == ["speculative_config"] and config.speculative_config is None:
-        config.speculative_config = SimpleNamespace(**SPECULATIVE)
+        config.speculative_config = Off(**SPECULATIVE)
     for name in parents:
         config = getattr(config, name)
     setattr(config, last, value)

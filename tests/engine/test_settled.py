@@ -32,7 +32,7 @@ def ask(rig: Rig, name: str, prompt: Any, asked: Any, max_tokens: int = 8) -> Ma
     rig.run()
     assert rig.ghost is not None
     rig.ghost.outputs.clear()
-    report: Mapping[str, Any] = rig.reports[name]["0"]
+    report: Mapping[str, Any] = rig.report(name)
     return report
 
 

@@ -126,14 +126,12 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
     clean: Engine, text_tokens: list[int], lost: bool
 ) -> None:
     """It finds its own blocks in the cache, or computes all of them again."""
-    from vllm import SamplingParams
 
     prompt = text_tokens[100:500]
     (alone,) = clean.generate([prompt], SETTLES, max_tokens=100)
     assert clean.llm.reset_prefix_cache()
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100, extra_args=SETTLES)
     llm_engine, scheduler = clean.llm.llm_engine, clean.scheduler
-    llm_engine.add_request("one", {"prompt_token_ids": prompt}, params)
+    clean.begin("one", prompt, SETTLES, max_tokens=100)
     while llm_engine.has_unfinished_requests():
         for output in llm_engine.step():
             if output.finished:

@@ -17,11 +17,6 @@ def running(rig: Rig) -> list[str]:
     return [request.request_id for request in rig.scheduler.running]
 
 
-def cached(rig: Rig, name: str) -> int:
-    tokens: int = rig.reports[name]["0"]["tokens_cached"]
-    return tokens
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"pipelined": True}, {"policy": "priority"}, {"drafts": 4}], ids=str
 )
@@ -35,7 +30,7 @@ def test_a_document_is_computed_once(model_dir: str, options: dict[str, Any]) ->
     assert running(rig) == ["0", "other"]
     rig.run()
     # The last segment settles at 384: a hit in the step that computes up to there ends before it.
-    assert [cached(rig, f"{number}") for number in range(4)] == [0, 368, 368, 368]
+    assert [rig.report(f"{number}")["tokens_cached"] for number in range(4)] == [0, 368, 368, 368]
     settled = [e for e in rig.evictions if e.request_id in "0123" and e.seen < 390]
     assert {e.seen for e in settled if e.request_id != "0"} == {384}
     assert not [e for e in settled if e.moves and e.request_id != "0"]
@@ -68,7 +63,7 @@ def test_no_request_waits_for_one_that_computes_what_is_cached(model_dir: str) -
     rig.step()
     assert {*running(rig)} == {"blind", "second"}
     rig.run()
-    assert cached(rig, "second") == 384
+    assert rig.report("second")["tokens_cached"] == 384
 
 
 def test_what_a_step_computes_can_be_read_in_that_step(model_dir: str) -> None:
@@ -79,4 +74,4 @@ def test_what_a_step_computes_can_be_read_in_that_step(model_dir: str) -> None:
     rig.step()
     assert running(rig) == ["first", "second"]
     rig.run()
-    assert cached(rig, "second") == 144
+    assert rig.report("second")["tokens_cached"] == 144

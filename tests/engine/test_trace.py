@@ -181,4 +181,4 @@ def test_the_offline_api_refuses_what_cannot_be_traced(
     rig.run()
     assert rig.tokens["long"] == rig.tokens["stops"] == []
     assert len(rig.tokens["fine"]) == 8
-    assert rig.reports["fine"]["0"]["trace"]["lost"] == [[[0, 107]]]
+    assert rig.report("fine")["trace"]["lost"] == [[[0, 107]]]

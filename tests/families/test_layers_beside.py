@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, H2OMambaSpec, H2OSlidingWindowSpec
-from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, started
+from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import one_thread
-from tests.engine.outputs import check_alike, report_of, tokens_of
+from tests.engine.outputs import check_mix, report_of, tokens_of
 from tests.families.random_models import OPTIONS, random_prompt, save_random_model
 from tests.families.spared import spared
 
@@ -125,20 +125,11 @@ def test_law05_and_law02_any_mix_gives_what_each_gives_alone_and_every_block_com
     assert engine.llm.reset_prefix_cache()
     # An elastic one depends on where it is squeezed; alone it never is.
     asked = [one for one in BUDGETS if not (one and "kv_elastic" in one)]
-    alone = [engine.generate([prompt], one, max_tokens=STEPS, detokenize=False)[0] for one in asked]
-    assert report_of(alone[1])["tokens_evicted"] > 0
-    assert engine.llm.reset_prefix_cache()
     chance = random.Random(3)
-    crowd = [random_prompt(chance.randint(40, 500)) for _ in range(12)]
-    budgets = [chance.choice(BUDGETS) for _ in crowd]
-    outputs = engine.generate(
-        [*crowd[:6], *[prompt] * len(asked), *crowd[6:]], [*budgets[:6], *asked, *budgets[6:]],
-        max_tokens=STEPS, detokenize=False,
-    )  # fmt: skip
-    check_alike(asked, alone, outputs[6:][: len(asked)])
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
-    engine.scheduler.blocks.check_integrity()
+    crowd = [(random_prompt(chance.randint(40, 500)), chance.choice(BUDGETS)) for _ in range(12)]
+    jobs = [(prompt, one) for one in asked]
+    outputs = check_mix(engine, jobs, crowd, max_tokens=STEPS, detokenize=False)
+    assert report_of(outputs[1])["tokens_evicted"] > 0
 
 
 def test_law06_evictions_leave_shared_prefixes_as_they_are(engine: Engine) -> None:

@@ -9,7 +9,6 @@ families, in ``test_law04_models.py`` and ``test_layers_beside.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.regression import Sums
 from tests.engine import test_lanes
-from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
+from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.drafter import SPECULATIVE, Drafter
-from tests.engine.fidelity import live_slots, one_thread
+from tests.engine.fidelity import one_thread
 from tests.engine.outputs import kept_of, report_of, tokens_of
-from tests.engine.test_policies import STEPS, assert_kept_as_by, live_keys, model_of
-from tests.engine.test_trace import assert_sound, held
+from tests.engine.test_law12_drafts import watch
+from tests.engine.test_policies import assert_kept_as_by, model_of
 from tests.families.random_models import random_prompt, save_random_model
 from tests.reference.policies import load
 from tests.reference.repeating import most_attended
@@ -90,67 +89,30 @@ def test_law04_each_policy_keeps_what_a_plain_model_keeps(
         "kv_delay": 0,
     }  # fmt: skip
     model = model_of(plain_model, asked)
-    keys_of = test_lanes.live_keys if model.shared else live_keys
+    keys_of = test_lanes.live_keys if model.shared else None
     ours = assert_kept_as_by(model, engine, random_prompt(length), asked, keys_of=keys_of)
     assert [*model.layers] == [1, 3]
-    assert any(len({len(keys) for keys in heads}) > 1 for heads in ours["keys"]) == model.shared
-
-
-def test_a_trace_tells_of_the_layers_that_hold_kv(
-    engine: Engine, plain_model: torch.nn.Module
-) -> None:
-    prompt = random_prompt(260)
-    asked = {"kv_budget": 0.25, "kv_policy": "mean", "kv_delay": 0, "kv_trace": True}
-    (output,) = engine.generate([prompt], asked, max_tokens=STEPS, detokenize=False)
-    report = report_of(output)
-    assert report["trace"]["layers"] == 2
-    assert_sound(report["trace"], report)
-    model = model_of(plain_model, asked | {"kv_recent": 0.5})
-    with one_thread():
-        model.generate(prompt, STEPS)
-    for place, number in enumerate(model.layers):
-        for head in range(report["trace"]["kv_heads"]):
-            assert held(report["trace"], place, head) == model.kept(number, head)
+    assert any(len({len(keys) for keys in heads}) > 1 for heads in ours.keys) == model.shared
 
 
 def test_law12_drafts_leave_nothing_in_the_scores_of_shared_kv(engine: Engine) -> None:
     prompt = random_prompt(300)
     asked = {"kv_budget": 0.2, "kv_policy": "value+end+key", "kv_delay": 0}
 
-    def scores() -> tuple[Any, torch.Tensor]:
-        """The output, and the scores of what is held at the end."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=60, detokenize=False, extra_args=asked
-        )
-        llm_engine, state = engine.llm.llm_engine, engine.worker._state
-        llm_engine.add_request("watched", {"prompt_token_ids": prompt}, params)
-        seen = torch.zeros(0)
-        while llm_engine.has_unfinished_requests():
-            (output,) = llm_engine.step() or [None]
-            for name, request in engine.scheduler.requests.items():
-                state.confirm({name: request.num_computed_tokens})
-                holes = engine.scheduler.blocks.eviction_state(name).holes
-                tokens = request.num_computed_tokens - holes * BLOCK_SIZE
-                if request.num_computed_tokens == len(prompt) + 58:
-                    blocks, offsets = live_slots(engine, name, tokens)
-                    seen = state.scores[:, blocks, :, offsets].clone()
-        return output, seen
-
-    alone, expected = scores()
+    alone, expected = watch(engine, prompt, asked, 60)
     assert report_of(alone)["tokens_evicted"] > 0 and report_of(alone)["tokens_drafted"] == 0
     Drafter.known = [[*prompt, *tokens_of(alone)]]
     for mode in ("wrong", "any"):
         Drafter.mode = mode
         assert engine.llm.reset_prefix_cache()
-        drafted, found = scores()
+        drafted, found = watch(engine, prompt, asked, 60)
         assert tokens_of(drafted) == tokens_of(alone)
         assert report_of(drafted)["tokens_drafted"] > 0
         counts = dict.fromkeys(("tokens_drafted", "tokens_accepted", "peak_blocks"))
         assert kept_of(drafted) | counts == kept_of(alone) | counts
-        if found.numel() and expected.numel():
-            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+        for seen in found.keys() & expected.keys():
+            for mine, its in zip(found[seen], expected[seen], strict=True):
+                torch.testing.assert_close(mine, its, rtol=2e-3, atol=2e-4)
 
 
 def test_a_calibration_learns_from_all_layers_that_read_a_key(

@@ -58,9 +58,7 @@ def test_law05_squeezed_rows_attend_like_their_replays(
                 assert "mean+elastic" in {e.request_id for e in output.h2o.evictions}
                 assert "mean+elastic" not in output.num_scheduled_tokens
                 held = set()
-        points = {
-            policy: rig.reports[f"{policy}+elastic"]["0"]["squeezed_at"] for policy in POLICIES
-        }
+        points = {policy: rig.report(f"{policy}+elastic")["squeezed_at"] for policy in POLICIES}
         assert sum(at is not None for at in points.values()) >= 2
         found = {key: value for key, value in gpu.outputs.items() if "+elastic" in key[0]}
     with fake_gpu(model_dir, 120, base, **options) as (rig, gpu):

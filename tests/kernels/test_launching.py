@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.compiler.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
-from h2o_vllm.kernels.triton import launching, reset
+from h2o_vllm.kernels.triton import launching
 from h2o_vllm.kernels.triton.launching import launch
-from loadtest.kernels.forms import launches
 
 STREAM, FUNCTION, METADATA = 11, 22, object()
 
@@ -109,36 +105,3 @@ def test_all_launches_may_be_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> 
         if count == 1:
             launching.leave_to_triton()
     assert len(kernel.bound) == 1 and len(kernel.through_triton) == 3
-
-
-def test_a_name_of_two_forms_is_found_where_launches_are_noted() -> None:
-    """As in all tests of the adaptors for GPUs, and of the forms that are warmed up."""
-    scores, slots = torch.zeros(1, 2, 2, 16), torch.zeros(16, dtype=torch.int64)
-    constants = {"KH": 2, "BS": 16, "SLOTS": 128, "num_warps": 4}
-    given = ((1, 2), "name", (scores, slots, 16, 2), constants)
-    with launches(run=False) as noted:
-        launch(reset._reset, *given)
-        launch(reset._reset, *given)
-        for other in (
-            ((1, 2), "name", (scores.double(), slots, 16, 2), constants),
-            ((1, 2), "name", (scores, slots, 16, 2), constants | {"BS": 32}),
-            ((1, 2), "name", (scores, None, 16, 2), constants),
-        ):
-            with pytest.raises(AssertionError, match="names"):
-                launch(reset._reset, *other)
-        # Told apart by the launcher itself.
-        launch(reset._reset, (1, 2), "name", (scores, slots[1:], 16, 2), constants)
-    assert len(noted) == 2
-
-
-def test_triton_calls_compiled_kernels_as_we_do() -> None:
-    """Another version's source may differ: then ``launching._VERSIONS`` must leave it out."""
-    words = "".join(inspect.getsource(CompiledKernel.__getitem__).split())
-    assert (
-        "self.run(grid[0],grid[1],grid[2],stream,self.function,self.packed_metadata,launch_metadata,"
-        "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*args)"
-    ) in words
-    run = inspect.getsource(JITFunction.run)
-    assert "*bound_args.values())\n        return kernel\n" in run
-    made = inspect.getsource(CompiledKernel)
-    assert "self.function = None" in made and "self.packed_metadata = " in made

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small paged batches for the kernel tests: shuffled block tables, NaN wherever nobody may look."""
+"""Small paged batches for the tests of CPU kernels, and what these must do with them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -13,22 +13,14 @@ from torch import Tensor
 
 from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from tests.kernels.triton import cases
 
 
 @dataclass
-class Batch:
-    """One layer's cache and the queries of some sequences, as the kernels get them."""
+class Batch(cases.Batch):
+    """The same in the memory of one layer on CPUs, of which ``key_cache`` and ``value_cache`` are views."""
 
-    query: Tensor
-    kv_cache: Tensor
-    scores: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    scale: float
-    poisoned: Tensor  # [N, KH, BS], bool: slots no live token owns
-    softcap: float = 0.0
-    sinks: Tensor | None = None
+    kv_cache: Tensor = field(kw_only=True)
 
     @property
     def softmax(self) -> dict[str, Any]:
@@ -44,99 +36,23 @@ class Batch:
         scores = self.scores if scores is None else scores
         return PagedBatch(self.query, self.kv_cache, scores, self.block_table, self.seq_lens)
 
-    def out(self) -> Tensor:
-        """An output that shows every element nobody wrote."""
-        return torch.full_like(self.query, float("nan"), memory_format=torch.contiguous_format)
-
     def used_scores(self, scores: Tensor) -> Tensor:
         return scores[~self.poisoned]
 
 
 def make_batch(
-    lengths: list[int],
-    queries: list[int] | None = None,
-    *,
-    kv_heads: int = 2,
-    group: int = 3,
-    size: int = 64,
-    block_size: int = 32,
-    dtype: torch.dtype = torch.float32,
-    strided: bool = False,
-    spread: float = 1.0,
-    seed: int = 0,
+    lengths: list[int], queries: list[int] | None = None, *, block_size: int = 32, **options: Any
 ) -> Batch:
-    """Random sequences of ``lengths`` tokens, the last ``queries[i]`` of them as queries (default 1 each)."""
-    gen = torch.Generator().manual_seed(seed)
-    queries = queries or [1] * len(lengths)
-    needed = [-(-length // block_size) for length in lengths]
-    blocks = sum(needed) + 4
-    free = (torch.randperm(blocks - 1, generator=gen) + 1).int()
-    table = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
-    kv_cache = torch.full((blocks, kv_heads, block_size, 2 * size), float("nan"), dtype=dtype)
-    scores = torch.full((blocks, kv_heads, block_size), float("nan"))
-    poisoned = torch.ones(blocks, kv_heads, block_size, dtype=torch.bool)
+    """As :func:`.cases.make_batch`."""
+    made = cases.make_batch(lengths, queries, block_size=block_size, **options)
+    blocks, _, heads, size = made.key_cache.shape
+    kv_cache = torch.empty(blocks, heads, block_size, 2 * size, dtype=made.key_cache.dtype)
     keys, values = key_value_views(kv_cache)
-    for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
-        mine, free = free[:count], free[count:]
-        table[row, :count] = mine
-        for i, block in enumerate(mine.tolist()):
-            live = min(block_size, length - i * block_size)
-            shape = (kv_heads, live, size)
-            keys[block, :, :, :live] = torch.randn(shape, generator=gen).mT.to(dtype)
-            values[block, :, :live] = torch.randn(shape, generator=gen).to(dtype)
-            scores[block, :, :live] = torch.rand(shape[:2], generator=gen)
-            poisoned[block, :, :live] = False
-    tokens, heads = sum(queries), kv_heads * group
-    query = torch.randn(tokens, heads, size, generator=gen).mul(spread).to(dtype)
-    if strided:  # as if split from one qkv projection
-        wide = torch.full((tokens, (heads + 2 * kv_heads) * size), float("nan"), dtype=dtype)
-        wide[:, : heads * size] = query.flatten(1)
-        query = wide[:, : heads * size].unflatten(1, (heads, size))
-    starts = torch.tensor([0, *queries]).cumsum(0).int()
-    return Batch(
-        query, kv_cache, scores, table, torch.tensor(lengths, dtype=torch.int32), starts,
-        size**-0.5, poisoned,
-    )  # fmt: skip
-
-
-def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Output and scores as plain torch computes them in the cache's own dtype: the yardstick of error."""
-    exact = key_value_views(batch.kv_cache)
-    out, scores = batch.out(), batch.scores.clone()
-    block_size = batch.kv_cache.shape[2]
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        start, end = batch.query_start_loc[row : row + 2].tolist()
-        blocks = batch.block_table[row, : -(-length // block_size)].long()
-        key = exact[0][blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length]
-        value = exact[1][blocks].transpose(0, 1).flatten(1, 2)[:, :length]
-        group = batch.query.shape[1] // key.shape[0]
-        query = batch.query[start:end].transpose(0, 1)
-        logits = (query @ key.repeat_interleave(group, 0).mT) * batch.scale
-        if batch.softcap:
-            logits = batch.softcap * (logits / batch.softcap).tanh()
-        future = torch.ones(end - start, length, dtype=torch.bool).triu(length - (end - start) + 1)
-        logits = logits.masked_fill(future, float("-inf"))
-        if batch.sinks is not None:
-            sinks = batch.sinks.to(logits.dtype)[:, None, None].expand(-1, end - start, 1)
-            logits = torch.cat([logits, sinks], -1)
-        prob = logits.softmax(-1)[..., :length]
-        out[start:end] = (prob @ value.repeat_interleave(group, 0)).transpose(0, 1)
-        slots = torch.arange(length)
-        where = (blocks[slots // block_size], slice(None), slots % block_size)
-        scores[where] += prob.float().unflatten(0, (-1, group)).sum((1, 2)).T
-    return out, scores
-
-
-def assert_no_worse(got: Tensor, exact: Tensor, plain: Tensor, floor: float) -> None:
-    """The error must be at most twice what plain torch's is in this dtype, or below ``floor``.
-
-    ``floor`` is a share of the largest exact value (or of 1): float32 sums in another order differ.
-    """
-    assert not got.isnan().any()
-    error = (got.double() - exact.double()).abs().max().item()
-    floor *= max(1.0, exact.abs().max().item())
-    allowed = max(2 * (plain.double() - exact.double()).abs().max().item(), floor)
-    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+    key_cache, value_cache = keys.permute(0, 3, 1, 2), values.transpose(1, 2)
+    key_cache.copy_(made.key_cache)
+    value_cache.copy_(made.value_cache)
+    views = {"key_cache": key_cache, "value_cache": value_cache, "kv_cache": kv_cache}
+    return Batch(**{**vars(made), **views})
 
 
 def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None = None) -> None:
@@ -145,15 +61,15 @@ def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None =
     exact, exact_scores = batch.out(), batch.scores.clone()
     arguments = (batch.query_start_loc, batch.rows, batch.scale, exact)
     reference.attend_prompt(batch.paged(exact_scores), *arguments, **batch.softmax)
-    plain, plain_scores = plain_torch(batch)
+    plain, plain_scores = cases.plain_torch(batch)
     for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
         mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
         assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
         exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
     if out is not None:
         # What the exact value loses by being stored in this dtype is nobody's fault.
-        assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
-    assert_no_worse(
+        cases.assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
+    cases.assert_no_worse(
         batch.used_scores(scores), batch.used_scores(exact_scores),
         batch.used_scores(plain_scores), 2e-5,
     )  # fmt: skip

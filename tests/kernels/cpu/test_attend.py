@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with scores equals the reference, on shapes that vectorised loops get wrong."""
+"""Attention with scores equals the reference, on shapes that vectorised loops get wrong.
+
+Also with soft caps (Gemma 2) and attention sinks (gpt-oss).
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -10,12 +14,13 @@ import torch
 
 from h2o_vllm.kernels.cpu import reference
 from tests.kernels.cpu.cases import (
-    assert_no_worse,
+    Batch,
     attended_by_vllm,
     check_decode,
     check_prompt,
     make_batch,
 )
+from tests.kernels.triton.cases import assert_no_worse
 
 LENGTHS = {16: [1, 15, 16, 17, 1000], 32: [1, 31, 32, 33, 1000], 128: [1, 127, 128, 129, 1000]}
 SHAPES = [  # (group, head size, block size)
@@ -33,10 +38,19 @@ SHAPES = [  # (group, head size, block size)
         (100, 32, 32),
     ]
 ]
-DTYPES = [
-    pytest.param(dtype, id=str(dtype).removeprefix("torch."))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-]
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in TYPES]
+PLAIN = (0.0, False)
+SOFTMAX = {"cap": (2.0, False), "sinks": (0.0, True), "both": (5.0, True)}
+"""A cap on logits, and whether there are sinks."""
+
+
+def with_softmax(batch: Batch, softcap: float, with_sinks: bool) -> Batch:
+    """Sinks as strong as some keys, as strong as hundreds, and next to nothing."""
+    batch.softcap = softcap
+    if with_sinks:
+        batch.sinks = torch.linspace(-3.0, 7.0, batch.query.shape[1])
+    return batch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,17 +118,33 @@ def test_scores_of_one_query_sum_to_the_group(impl: ModuleType) -> None:
     torch.testing.assert_close(total, torch.full_like(total, 2 * 4.0), rtol=1e-5, atol=0)
 
 
+THREADED = [*product([1, 2, 5], [None, 0, 2], TYPES, [PLAIN])]
+THREADED += product([1, 3], [None, 2], TYPES[:2], SOFTMAX.values())
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
-@pytest.mark.parametrize("scored", [None, 0, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("threads", "scored", "dtype", "softmax"), THREADED, indirect=["threads"], ids=str
+)
 def test_rows_shared_by_threads_equal_the_reference(
-    impl: ModuleType, threads: int, dtype: torch.dtype, scored: int | None
+    impl: ModuleType,
+    threads: int,
+    scored: int | None,
+    dtype: torch.dtype,
+    softmax: tuple[float, bool],
 ) -> None:
     """Decodes, and chunks that end in the midst of a run of keys, of a block and of a vector."""
-    check_decode(impl, make_batch([2047, 2048, 1, 5000, 700], dtype=dtype, strided=True), scored)
+    decodes = make_batch([2047, 2048, 1, 5000, 700], dtype=dtype, strided=True)
+    check_decode(impl, with_softmax(decodes, *softmax), scored)
     lengths, queries = [500, 40, 1100, 257, 31], [400, 40, 300, 2, 31]
-    check_prompt(impl, make_batch(lengths, queries, dtype=dtype, strided=True), scored)
+    chunks = make_batch(lengths, queries, dtype=dtype, strided=True)
+    check_prompt(impl, with_softmax(chunks, *softmax), scored)
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0, 3000.0])
+def test_a_cap_holds_logits_of_any_size(impl: ModuleType, spread: float) -> None:
+    """Far beyond the cap, where tanh is 1, and at 0."""
+    check_decode(impl, with_softmax(make_batch([700, 65], spread=spread), 30.0, False))
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
@@ -172,22 +202,30 @@ def test_padded_rows_are_left_alone(impl: ModuleType) -> None:
 STOCK = [(1, 64, 32), (3, 64, 32), (4, 128, 32), (8, 128, 128), (4, 80, 16)]
 
 
-@pytest.mark.parametrize(("group", "size", "block_size"), STOCK)
+@pytest.mark.parametrize(
+    ("shape", "softmax"),
+    [*product(STOCK, [PLAIN]), *product(STOCK[1:2], SOFTMAX.values())],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_is_as_good_as_stock(
-    impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
+    impl: ModuleType,
+    shape: tuple[int, int, int],
+    softmax: tuple[float, bool],
+    dtype: torch.dtype,
 ) -> None:
     """vLLM writes the cache and attends over it; ours over the same cache is as close to the truth."""
     lengths, queries = [300, 65, 700], [300, 1, 40]
+    group, size, block_size = shape
     batch = make_batch(lengths, queries, group=group, size=size, block_size=block_size, dtype=dtype)
-    theirs = attended_by_vllm(batch)
+    theirs = attended_by_vllm(with_softmax(batch, *softmax))
     paged = batch.paged(batch.scores.clone())
     arguments = (batch.query_start_loc, batch.rows, batch.scale)
     ours, unscored, exact = batch.out(), batch.out(), batch.out()
-    impl.attend_prompt(paged, *arguments, ours)
-    impl.attend_prompt(paged, *arguments, unscored, 0)
-    reference.attend_prompt(paged, *arguments, exact)
+    impl.attend_prompt(paged, *arguments, ours, **batch.softmax)
+    impl.attend_prompt(paged, *arguments, unscored, 0, **batch.softmax)
+    reference.attend_prompt(paged, *arguments, exact, **batch.softmax)
     ulp = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     assert_no_worse(ours, exact, theirs, ulp)
     assert_no_worse(unscored, exact, theirs, ulp)
-    assert_no_worse(theirs, exact, exact, 2 * ulp)
+    assert_no_worse(theirs, exact, exact, (2 if softmax == PLAIN else 4) * ulp)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
+from tests.kernels.triton.cases import bits
 
 LAYERS, BLOCKS, HEADS = 3, 12, 2
 
@@ -32,29 +34,22 @@ def ids(*blocks: int) -> Tensor:
     return torch.tensor(blocks, dtype=torch.int32)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """Bit patterns, so that NaN equals itself."""
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
 def compare(
-    impl: ModuleType, caches: list[Tensor], scores: Tensor, heavy: Tensor, doomed: Tensor
-) -> None:
+    impl: ModuleType, caches: list[Tensor], scores: Tensor, heavy: Tensor, doomed: Tensor, *owners: Tensor
+) -> Any:  # fmt: skip
+    """As the reference compacts, and only heavy blocks change. Returns the new owners, if heads share."""
     got, got_scores = [cache.clone() for cache in caches], scores.clone()
     want, want_scores = [cache.clone() for cache in caches], scores.clone()
-    impl.compact(got, got_scores, heavy, doomed)
-    reference.compact(want, want_scores, heavy, doomed)
-    check_moved([*got, got_scores], [*want, want_scores], [*caches, scores], heavy)
-
-
-def check_moved(got: list[Tensor], want: list[Tensor], before: list[Tensor], heavy: Tensor) -> None:
-    """Caches [N, ...], and scores [L, N, ...] last: the reference's; blocks that are not heavy: as before."""
+    now = impl.compact(got, got_scores, heavy, doomed, *owners)
+    expected = reference.compact(want, want_scores, heavy, doomed, *owners)
+    assert not owners or torch.equal(now, expected)
     untouched = [block for block in range(BLOCKS) if block not in heavy.tolist()]
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(bits(a), bits(b))
-    for a, old in zip(got[:-1], before[:-1], strict=True):
-        assert torch.equal(bits(a[untouched]), bits(old[untouched]))
-    assert torch.equal(bits(got[-1][:, untouched]), bits(before[-1][:, untouched]))
+    assert torch.equal(bits(got_scores), bits(want_scores))
+    assert torch.equal(bits(got_scores[:, untouched]), bits(scores[:, untouched]))
+    for found, wanted, before in zip(got, want, caches, strict=True):
+        assert torch.equal(bits(found), bits(wanted))
+        assert torch.equal(bits(found[untouched]), bits(before[untouched]))
+    return now
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 
 import pytest
@@ -10,22 +11,15 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu import reference
-from h2o_vllm.kernels.cpu.batch import Lanes, key_value_views
+from h2o_vllm.kernels.cpu.batch import Lanes
 from h2o_vllm.kernels.lanes import own_lanes
-from tests.kernels.cpu.cases import Batch, assert_no_worse, make_batch
+from tests.kernels.cpu.cases import Batch, make_batch
 from tests.kernels.cpu.test_attend import DTYPES
-from tests.kernels.cpu.test_evict import bits
+from tests.kernels.triton.cases import assert_no_worse, bits, on_pages, plain_torch, random_owners
 
 SHAPES = [(1, 64, 32), (3, 64, 16), (4, 80, 16), (7, 96, 32), (8, 128, 128)]
 """group, head size, block size"""
 HEADS = 3
-
-
-def owners_of(blocks: int, heads: int, gen: torch.Generator) -> Tensor:
-    """[blocks, heads]: whose each lane is; head 0 has most of them, and each at least one."""
-    owners = torch.randint(0, 2 * heads, (blocks * heads,), generator=gen) % (heads + 2) % heads
-    owners[torch.randperm(len(owners), generator=gen)[:heads]] = torch.arange(heads)
-    return owners.view(blocks, heads).int()
 
 
 def lanes_of(batch: Batch, heavy: list[int], *, own: bool = False) -> Lanes:
@@ -39,7 +33,7 @@ def lanes_of(batch: Batch, heavy: list[int], *, own: bool = False) -> Lanes:
     blocks = torch.full((len(shared) + 1,), -(2**30), dtype=torch.int32)
     for place, row in enumerate(reversed(shared)):
         count = heavy[row]
-        owners = own_lanes(1, count, heads)[0] if own else owners_of(count, heads, gen)
+        owners = (own_lanes(1, count, heads) if own else random_owners(1, count, heads, gen))[0]
         every = batch.block_table[row, :count, None] * heads + torch.arange(
             heads, dtype=torch.int32
         )
@@ -52,36 +46,22 @@ def lanes_of(batch: Batch, heavy: list[int], *, own: bool = False) -> Lanes:
 
 def plain(batch: Batch, lanes: Lanes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Output and scores of all rows as plain torch has them, computed in ``dtype``."""
-    out, scores = batch.out().to(dtype), batch.scores.clone()
-    keys, values = (half.flatten(0, 1) for half in key_value_views(batch.kv_cache))
-    _, heads, block_size = batch.scores.shape
-    group, by_page = batch.query.shape[1] // heads, scores.view(-1, block_size)
-    for row, live in enumerate(batch.seq_lens.tolist()):
-        start, end = batch.query_start_loc[row : row + 2].tolist()
-        place = int(lanes.rows[row])
-        table = batch.block_table[row, : -(-live // block_size)].long()
-        for head in range(heads):
-            pages, length = table * heads + head, live
-            if place >= 0:
-                count, heavy = int(lanes.counts[place, head]), int(lanes.heavy[place])
-                pages = torch.cat([lanes.pages[place, head, :count].long(), pages[heavy:]])
-                length += (count - heavy) * block_size
-            key = keys[pages].mT.flatten(0, 1)[:length].to(dtype)
-            value = values[pages].flatten(0, 1)[:length].to(dtype)
-            mine = slice(head * group, (head + 1) * group)
-            logits = batch.query[start:end, mine].to(dtype) @ key.T * batch.scale
-            if batch.softcap:
-                logits = batch.softcap * (logits / batch.softcap).tanh()
-            future = torch.ones(end - start, length).triu(length - (end - start) + 1).bool()
-            logits = logits.masked_fill(future[:, None], float("-inf"))
-            if batch.sinks is not None:
-                sinks = batch.sinks[mine].to(dtype).expand(end - start, -1)
-                logits = torch.cat([logits, sinks[..., None]], -1)
-            prob = logits.softmax(-1)[..., :length]
-            out[start:end, mine] = prob @ value
-            slots = torch.arange(length)
-            received = prob.sum((0, 1)).float()
-            by_page[pages[slots // block_size], slots % block_size] += received
+    batch = dataclasses.replace(batch, query=batch.query.to(dtype))
+    out, scores = batch.out(), batch.scores.clone()
+    _, heads, block_size = scores.shape
+
+    def pages(head: int, row: int) -> tuple[list[int], int]:
+        length, place = int(batch.seq_lens[row]), int(lanes.rows[row])
+        mine = batch.block_table[row, : -(-length // block_size)] * heads + head
+        if place < 0:
+            return mine.tolist(), length
+        count, heavy = int(lanes.counts[place, head]), int(lanes.heavy[place])
+        listed = lanes.pages[place, head, :count]
+        return [*listed.tolist(), *mine[heavy:].tolist()], length + (count - heavy) * block_size
+
+    for queries, alone in on_pages(batch, pages, scores):
+        out[:, queries], found = plain_torch(alone)
+        alone.scores.copy_(found)
     return out, scores
 
 

@@ -12,22 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.lanes import own_lanes, share_lanes
-from tests.kernels.cpu.test_evict import BLOCKS, check_moved, ids, make
-from tests.kernels.cpu.test_lanes import owners_of
-
-
-def compare(
-    impl: ModuleType, caches: list[Tensor], scores: Tensor, heavy: Tensor, doomed: Tensor, owners: Tensor
-) -> Tensor:  # fmt: skip
-    """Compacts, as the reference does; returns the new owners."""
-    got, got_scores = [cache.clone() for cache in caches], scores.clone()
-    want, want_scores = [cache.clone() for cache in caches], scores.clone()
-    now = impl.compact(got, got_scores, heavy, doomed, owners)
-    assert torch.equal(now, reference.compact(want, want_scores, heavy, doomed, owners))
-    check_moved([*got, got_scores], [*want, want_scores], [*caches, scores], heavy)
-    return now
+from tests.kernels.cpu.test_evict import BLOCKS, compare, ids, make
+from tests.kernels.triton.cases import random_owners
 
 
 def wide(dtype: torch.dtype, size: int, block_size: int) -> tuple[list[Tensor], Tensor]:
@@ -68,7 +55,7 @@ def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> N
     special = torch.tensor([0.0, -0.0, 1.0, 2.5, float("-inf"), float("nan"), 1e-40])
     picks = torch.randint(0, data.draw(st.integers(1, len(special))), scores.shape, generator=gen)
     scores = special[picks]
-    owners = torch.stack([owners_of(heavy + doomed, 4, gen) for _ in caches])
+    owners = random_owners(len(caches), heavy + doomed, 4, gen)
     now = compare(
         impl, caches, scores, ids(*order[:heavy]), ids(*order[heavy : heavy + doomed]), owners
     )

@@ -160,12 +160,6 @@ def test_the_switch_builds_from_source(
         prebuilt.load()
 
 
-def test_a_checkout_carries_none(caplog: pytest.LogCaptureFixture) -> None:
-    assert not toolchain.LIBRARIES.exists()
-    assert prebuilt.load() is None
-    assert not caplog.records
-
-
 @pytest.mark.slow
 def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path) -> None:
     """With the switch, too: tests/test_packaging.py."""

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged batches in the layouts of vLLM's CUDA backends: shuffled tables, NaN wherever nobody may look."""
+"""Paged batches in the layouts of vLLM's CUDA backends: shuffled tables, NaN wherever nobody may look.
+
+Those of CPUs are made of them, also where there is no Triton.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,7 +16,6 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import PINNED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
@@ -57,6 +60,8 @@ class Batch:
     @property
     def flags(self) -> Tensor:
         """As the plan takes them."""
+        from h2o_vllm.kernels.triton import PINNED
+
         flags = torch.zeros_like(self.seq_lens)
         if self.pinned:
             flags += PINNED * torch.tensor(self.pinned, dtype=torch.int32, device=flags.device)
@@ -169,10 +174,22 @@ def plain_torch(batch: Batch) -> tuple[Tensor, Tensor]:
             logits = torch.cat([logits, aside], -1)
         prob = logits.softmax(-1)[..., :length]
         out[tokens] = (prob @ value).transpose(0, 1) * batch.scales[2]
-        given = prob.float().unflatten(0, (-1, group))
+        given = prob.to(torch.promote_types(prob.dtype, torch.float32)).unflatten(0, (-1, group))
         old = scores[where[0], :, where[1]]
-        scores[where[0], :, where[1]] = old + given.sum((1, 2)).T
+        scores[where[0], :, where[1]] = old + given.sum((1, 2)).T.float()
     return out, scores
+
+
+def assert_no_worse(got: Tensor, exact: Tensor, plain: Tensor, floor: float) -> None:
+    """The error must be at most twice what plain torch's is in this dtype, or below ``floor``.
+
+    ``floor`` is a share of the largest exact value (or of 1): float32 sums in another order differ.
+    """
+    assert not got.isnan().any()
+    error = (got.double() - exact.double()).abs().max().item()
+    floor *= max(1.0, exact.abs().max().item())
+    allowed = max(2 * (plain.double() - exact.double()).abs().max().item(), floor)
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 
 
 def exact(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -203,6 +220,54 @@ def lend(batch: Batch, owner: int, other: int, blocks: int) -> Batch:
     table = batch.block_table.clone()
     table[other, :blocks] = table[owner, :blocks]
     return dataclasses.replace(batch, block_table=table)
+
+
+def random_owners(layers: int, blocks: int, heads: int, gen: torch.Generator) -> Tensor:
+    """[L, blocks, KH]: whose each lane is; the first head has most of them, and each at least one."""
+    owners = torch.randint(0, 2 * heads, (layers, blocks * heads), generator=gen)
+    owners = owners % (heads + 2) % heads
+    for layer in owners:
+        layer[torch.randperm(blocks * heads, generator=gen)[:heads]] = torch.arange(heads)
+    return owners.view(layers, blocks, heads).int()
+
+
+def on_pages(
+    batch: Batch, pages_of: Callable[[int, int], tuple[list[int], int]], scores: Tensor
+) -> Iterator[tuple[slice, Batch]]:
+    """The batch as each KV head sees it, where heads share slots: rows of other lengths, on pages.
+
+    Args:
+        pages_of: of a head and a row the pages, in order, and how many tokens they hold.
+        scores: [N, KH, BS].
+
+    Yields:
+        The q heads of a KV head, and a batch of that head alone, whose block ids are page ids. Its scores are
+        ``scores``.
+    """
+    _, block_size, heads, _ = batch.key_cache.shape
+    group, integers = batch.query.shape[1] // heads, batch.seq_lens
+    keys, values = (
+        cache.transpose(1, 2).flatten(0, 1).unsqueeze(2).contiguous()
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    for head in range(heads):
+        tables, lengths = zip(*[pages_of(head, row) for row in range(len(integers))], strict=True)
+        width = max(map(len, tables))
+        queries = slice(head * group, (head + 1) * group)
+        yield (
+            queries,
+            dataclasses.replace(
+                batch,
+                query=batch.query[:, queries],
+                key_cache=keys,
+                value_cache=values,
+                scores=scores.view(-1, 1, block_size),
+                block_table=integers.new_tensor([one + [0] * (width - len(one)) for one in tables]),
+                seq_lens=integers.new_tensor(lengths),
+                poisoned=batch.poisoned.view(-1, 1, block_size),
+                sinks=None if batch.sinks is None else batch.sinks[queries],
+            ),
+        )
 
 
 def row_slots(batch: Batch, row: int) -> Tensor:

@@ -7,23 +7,25 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.triton import DecodeWorkspace, attend_decode
-from tests.kernels.cpu.cases import assert_no_worse
-from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, touched
+from tests.kernels.triton.cases import Batch, assert_no_worse, bits, exact, plain_torch, touched
 
 
 def workspace_for(
-    batch: Batch, spare: int | None = 4, rows: int = 0, tokens: int | None = None
+    batch: Batch, spare: int | None = 4, rows: int = 0, tokens: int | None = None, layers: int = 0
 ) -> DecodeWorkspace:
-    """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
+    """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well.
+
+    Args:
+        layers: with heads that may share slots.
+    """
     blocks, block_size, kv_heads, size = batch.key_cache.shape
     workspace = DecodeWorkspace(
         max(rows, len(batch.seq_lens)), blocks * block_size if tokens is None else tokens,
         batch.query.shape[1], kv_heads, batch.out().dtype, size, batch.query.device, spare,
+        sharing_layers=layers,
     )  # fmt: skip
-    for scratch in (workspace.part_out, workspace.part_max, workspace.part_sum):
-        scratch.fill_(float("nan"))
-    workspace.probs.fill_(float("nan"))
-    workspace.tile_max.fill_(float("nan"))
+    for name in ("part_out", "part_max", "part_sum", "probs", "tile_max"):
+        getattr(workspace, name).fill_(float("nan"))
     return workspace
 
 

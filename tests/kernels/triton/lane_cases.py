@@ -3,26 +3,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.triton.lanes import LaneTables
-from tests.kernels.triton.cases import Batch
+from tests.kernels.triton.cases import Batch, on_pages, random_owners
 
 NOWHERE = -(2**30)
 """Where nobody may look: no page."""
-
-
-def random_owners(layers: int, blocks: int, heads: int, gen: torch.Generator) -> Tensor:
-    """[L, blocks, KH]: whose each lane is; the first head has most of them, and each at least one."""
-    owners = torch.randint(0, 2 * heads, (layers, blocks * heads), generator=gen)
-    owners = owners % (heads + 2) % heads
-    for layer in owners:
-        layer[torch.randperm(blocks * heads, generator=gen)[:heads]] = torch.arange(heads)
-    return owners.view(layers, blocks, heads)
 
 
 def lanes_for(
@@ -71,51 +61,22 @@ def pages_of(blocks: Sequence[int], owners: Tensor, head: int) -> list[int]:
     ]
 
 
-def by_page(cache: Tensor) -> Tensor:
-    """[N, BS, KH, D] as a cache of one head, whose block ids are page ids; a copy."""
-    return cache.transpose(1, 2).flatten(0, 1).unsqueeze(2).contiguous()
-
-
 def heads_apart(
     batch: Batch, lanes: LaneTables, layer: int, scores: Tensor
 ) -> Iterator[tuple[slice, Batch]]:
-    """The batch as each KV head sees it: rows of other lengths, on pages.
-
-    Yields:
-        The q heads of a KV head, and a batch of that head alone; its scores are ``scores``, [N, KH, BS].
-    """
-    heads, block_size = batch.key_cache.shape[2], batch.key_cache.shape[1]
-    group, device = batch.query.shape[1] // heads, batch.query.device
-    keys, values = by_page(batch.key_cache), by_page(batch.value_cache)
+    """The batch as each KV head sees it in a layer; see :func:`.on_pages`."""
+    _, block_size, heads, _ = batch.key_cache.shape
     owners, rows = lanes.owners[layer].cpu(), lanes.rows.tolist()
     lengths, given = batch.seq_lens.tolist(), batch.block_table.tolist()
-    for head in range(heads):
-        tables, lens = [], list(lengths)
-        for row, length in enumerate(lengths):
-            blocks = given[row][: -(-length // block_size)]
-            slot, first, heavy = rows[row]
-            listed: list[int] = []
-            if slot >= 0:
-                shared = blocks[first : first + heavy]
-                listed = pages_of(shared, owners[shared], head)
-            mine = [block * heads + head for block in blocks]
-            tables.append([*mine[:first], *listed, *mine[first + heavy :]])
-            if length:
-                lens[row] += (len(listed) - heavy) * block_size
-        width = max(map(len, tables))
-        table = [one + [0] * (width - len(one)) for one in tables]
-        queries = slice(head * group, (head + 1) * group)
-        yield (
-            queries,
-            dataclasses.replace(
-                batch,
-                query=batch.query[:, queries],
-                key_cache=keys,
-                value_cache=values,
-                scores=scores.view(-1, 1, block_size),
-                block_table=torch.tensor(table, dtype=torch.int32, device=device),
-                seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-                poisoned=batch.poisoned.view(-1, 1, block_size),
-                sinks=None if batch.sinks is None else batch.sinks[queries],
-            ),
-        )
+
+    def pages(head: int, row: int) -> tuple[list[int], int]:
+        length = lengths[row]
+        blocks = given[row][: -(-length // block_size)]
+        slot, first, heavy = rows[row]
+        shared = blocks[first : first + heavy] if slot >= 0 else []
+        listed = pages_of(shared, owners[shared], head)
+        mine = [block * heads + head for block in blocks]
+        held = length + (len(listed) - heavy) * block_size if length else 0
+        return [*mine[:first], *listed, *mine[first + heavy :]], held
+
+    return on_pages(batch, pages, scores)

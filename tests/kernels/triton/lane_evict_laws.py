@@ -13,8 +13,8 @@ from torch import Tensor
 from h2o_vllm.kernels.lanes import compact as rule
 from h2o_vllm.kernels.lanes import own_lanes
 from h2o_vllm.kernels.triton import Compaction, Evictions, KVLayers, LaneTables, compact
-from tests.kernels.triton.cases import bits, halves
-from tests.kernels.triton.lane_cases import NOWHERE, pages_of, random_owners
+from tests.kernels.triton.cases import bits, halves, random_owners
+from tests.kernels.triton.lane_cases import NOWHERE, pages_of
 
 _SLOTS = 5
 
@@ -39,7 +39,7 @@ def _any_lanes(
         owners = own_lanes(layers, len(order), heads).clone()
         known = [at for at, block in enumerate(order) if block not in set(one.fresh)]
         if known:
-            owners[:, known] = random_owners(layers, len(known), heads, gen).int()
+            owners[:, known] = random_owners(layers, len(known), heads, gen)
             tables.owners[:, [order[at] for at in known]] = owners[:, known].to(tables.owners)
         found.append(owners)
     return tables, found

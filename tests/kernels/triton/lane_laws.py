@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +21,22 @@ from h2o_vllm.kernels.triton import (
 )
 from h2o_vllm.kernels.triton.lanes import EVERYWHERE, LaneTables
 from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
-from tests.kernels.cpu.cases import assert_no_worse
-from tests.kernels.triton.cases import Batch, bits, exact, plain_torch, row_slots, touched
+from tests.kernels.triton.cases import (
+    Batch,
+    assert_no_worse,
+    bits,
+    exact,
+    plain_torch,
+    row_slots,
+    touched,
+)
+from tests.kernels.triton.decode_laws import workspace_for
 from tests.kernels.triton.lane_cases import NOWHERE, heads_apart
 
 
-def lane_workspace(
-    batch: Batch, layers: int = 2, spare: int | None = 4, tokens: int | None = None
-) -> DecodeWorkspace:
-    """As the worker makes it; ``spare`` small, so that the interpreter's rows are cut as well."""
-    blocks, block_size, kv_heads, size = batch.key_cache.shape
-    workspace = DecodeWorkspace(
-        len(batch.seq_lens) + 1, blocks * block_size if tokens is None else tokens, batch.query.shape[1],
-        kv_heads, batch.out().dtype, size, batch.query.device, spare, sharing_layers=layers,
-    )  # fmt: skip
-    for scratch in (
-        workspace.part_out,
-        workspace.part_max,
-        workspace.part_sum,
-        workspace.probs,
-        workspace.tile_max,
-    ):
-        scratch.fill_(float("nan"))
-    return workspace
+def lane_workspace(batch: Batch, layers: int = 2, **options: Any) -> DecodeWorkspace:
+    """As :func:`workspace_for`, where heads may share slots."""
+    return workspace_for(batch, rows=len(batch.seq_lens) + 1, layers=layers, **options)
 
 
 def plan_lanes(batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace) -> None:

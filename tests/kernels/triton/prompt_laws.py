@@ -12,8 +12,14 @@ from torch import Tensor
 
 from h2o_vllm.kernels.triton import PromptSegments, add_prompt_scores
 from h2o_vllm.kernels.triton.segments import cuts
-from tests.kernels.cpu.cases import assert_no_worse
-from tests.kernels.triton.cases import Batch, bits, exact_prompt, plain_torch, touched
+from tests.kernels.triton.cases import (
+    Batch,
+    assert_no_worse,
+    bits,
+    exact_prompt,
+    plain_torch,
+    touched,
+)
 
 
 def segments_of(

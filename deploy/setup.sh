@@ -96,8 +96,8 @@ has_kernels() {
     for name in "${cxx%% *}" g++ c++ clang++; do
         if [[ -n "$name" ]] && command -v "$name" >/dev/null; then return 0; fi
     done
-    # What a wheel carries; see h2o_vllm/kernels/cpu/prebuilt.py.
-    [[ -e "$root/h2o_vllm/kernels/cpu/lib/manifest.json" ]]
+    # What a wheel carries; see h2o_vllm/kernels/cpu/build.py.
+    [[ -d "$root/h2o_vllm/kernels/cpu/lib" ]]
 }
 
 # Debian's packages that are missing: on each line whether the set-up can do without, the name, what it is for.

@@ -27,7 +27,7 @@ from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-from h2o_vllm.kernels.cpu.checks import check_cache
+from h2o_vllm.kernels.cpu.batch import check_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,18 +123,11 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
         group, runner = state.kv_cache_group, self.model_runner
         runner_write_table(runner, group, eviction.request_id, eviction.table_entries)
 
-    def _evictable_layer(self, name: str, num_blocks: int) -> Any:
-        layer = super()._evictable_layer(name, num_blocks)
-        if not layer.kv_cache.is_contiguous():
-            raise ConfigError(f"layer {name} has KV that is not contiguous, as our kernels need it")
-        return layer
-
     def _make_state(self, layers: list[Any], group: Any) -> CPUState:
         kv_caches = [layer.kv_cache for layer in layers]
         num_heads = layers[0].impl.num_heads
+        check_caches(kv_caches)
         planes = torch.zeros(2, len(layers), *kv_caches[0].shape[:3])
-        # The kernels check nothing: another shape or dtype would be a wild write.
-        check_cache(kv_caches, planes[0], num_heads)
         state = CPUState(
             planes=planes,
             kv_cache_group=group.kv_cache_group_id,

@@ -8,7 +8,7 @@ per process, at the first call or by :func:`load`. Environment variables:
 
 * ``H2O_CPU_KERNEL=cpp|reference`` overrides the choice.
 * ``H2O_CPU_BUILD=source`` builds the C++ kernels for this very CPU instead of loading what the wheel carries
-  (see :mod:`~h2o_vllm.kernels.cpu.prebuilt`); set while a wheel is built, it leaves the libraries out of it.
+  (see :mod:`~h2o_vllm.kernels.cpu.build`); set while a wheel is built, it leaves the libraries out of it.
 
 Rows that share a block add to the same slots: with several threads, in no fixed order, and one may lose what
 another adds.

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every CPU kernel gets: one layer's cache and a batch's queries, and how they lie in memory.
 
-Runs in the worker. Imports torch only. Letters as in :mod:`h2o_vllm.kernels.reference`.
+Runs in the worker. Imports torch and :mod:`h2o_vllm.errors`. Letters as in :mod:`h2o_vllm.kernels.reference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from h2o_vllm.errors import ConfigError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Cache dtypes that the kernels read."""
 
 
 class Lanes(NamedTuple):
@@ -68,6 +73,27 @@ def key_value_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     values = halves[:, :, 1].unflatten(-1, (block_size, size))
     return keys, values
+
+
+def check_caches(kv_caches: Sequence[Tensor]) -> None:
+    """Check the caches of all layers once, at start-up. The kernels check nothing: they would write anywhere.
+
+    Raises:
+        ConfigError: they are not contiguous, or not of one shape and dtype that the kernels read.
+    """
+    first = kv_caches[0]
+    if first.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ConfigError(f"the KV cache dtype must be one of {names}, got {first.dtype}")
+    block_size, size = first.shape[2], first.shape[3] // 2
+    if block_size % 16 or size % 16:
+        raise ConfigError(
+            f"block size and head size must be multiples of 16, got {block_size} and {size}"
+        )
+    if any(one.shape != first.shape or one.dtype != first.dtype for one in kv_caches):
+        raise ConfigError("the KV caches of all layers must have one shape and dtype")
+    if not all(one.is_contiguous() for one in kv_caches):
+        raise ConfigError("the KV caches of all layers must be contiguous")
 
 
 def _one_headed(pages: Tensor) -> Tensor:

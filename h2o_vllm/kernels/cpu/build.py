@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile ``csrc/`` for this very machine, once; later processes load what the first one left.
+"""Load the library that the wheel carries for this CPU, or compile ``csrc/`` for this very machine, once.
 
-Runs in the worker, where the wheel brought no library that fits: checkouts, editable installs. Imports the
-standard library only. The library goes into the user's cache directory under a name that says what it was
-built from: sources, compiler, flags, CPU. It is written under a temporary name and renamed, so processes that
-build at the same time cannot see half a file.
+Runs in the worker. Imports the standard library and :mod:`h2o_vllm.errors`. ``wheel.py`` puts libraries into
+wheels (see :func:`.toolchain.build_levels`); a checkout and an editable install have none. What is compiled
+here goes into the user's cache directory under a name that says what it was built from: sources, compiler,
+flags, CPU. It is written under a temporary name and renamed, so processes that build at the same time cannot
+see half a file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import logging
 import os
 import platform
@@ -18,10 +21,44 @@ import tempfile
 import time
 from pathlib import Path
 
+from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import toolchain
 
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def load() -> ctypes.CDLL:
+    """The library, with the process's OpenMP.
+
+    Raises:
+        ConfigError: ``H2O_CPU_BUILD`` is something else than ``source``.
+        OSError: it has to be compiled and cannot be; the message says why.
+    """
+    wanted = os.environ.get("H2O_CPU_BUILD") or None
+    if wanted not in (None, "source"):
+        raise ConfigError(f"H2O_CPU_BUILD must be source or unset, got {wanted!r}")
+    carried = None if wanted else prebuilt()
+    if carried is not None:
+        try:
+            # Linked without OpenMP: with two runtimes in one process there would be two sets of threads, one
+            # not bound to vLLM's cores.
+            ctypes.CDLL(loaded_openmp() or "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(carried))
+        except OSError as error:
+            logger.warning("Prebuilt H2O CPU kernels refused, building from source: %s", error)
+    return ctypes.CDLL(str(library()))
+
+
+def prebuilt() -> Path | None:
+    """Path of the best library in the wheel that this CPU can run; ``None`` if there is none."""
+    has = cpu_features()
+    paths = (
+        toolchain.LIBRARIES / f"h2o-{name}.so"
+        for name, level in toolchain.LEVELS.items()
+        if has.issuperset(level.needs)
+    )
+    return next((path for path in paths if path.is_file()), None)
 
 
 def library() -> Path:
@@ -46,14 +83,11 @@ def library() -> Path:
     for directory in places:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _ours(directory):
-                raise PermissionError(
-                    f"{directory} belongs to another user or can be written by others"
-                )
-            return _compile(command, directory / name)
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            errors.append(str(error))
+            if _ours(directory):
+                return _compile(command, directory / name)
+            errors.append(f"{directory} belongs to another user or can be written by others")
         except OSError as error:
+            # The compiler's have no number.
             if error.errno is None:
                 raise
             errors.append(str(error))
@@ -106,13 +140,18 @@ def cpu_features() -> set[str]:
 
 
 def _fingerprint(command: list[str]) -> str:
+    """What a library is made from: the sources, headers included, the compiler, its flags, and the CPU."""
+    digest = hashlib.sha256()
+    for source in sorted(toolchain.SOURCES.glob("*.[ch]pp")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
     # S603: the user's own compiler.
     version = subprocess.run(  # noqa: S603
         [command[0], "--version"], capture_output=True, text=True, timeout=60, check=False
     ).stdout
     # Model and instruction sets: a home directory may be shared by unlike machines.
     cpu = _cpuinfo("flags", "Features", "model name", "CPU implementer", "CPU part")
-    return toolchain.fingerprint(*command, version, platform.machine(), *cpu)
+    digest.update("\0".join((*command, version, platform.machine(), *cpu)).encode())
+    return digest.hexdigest()[:16]
 
 
 def _cpuinfo(*names: str) -> list[str]:

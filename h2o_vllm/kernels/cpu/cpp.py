@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.cpu import build, prebuilt
+from h2o_vllm.kernels.cpu import build
 from h2o_vllm.kernels.cpu.batch import PagedBatch
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-_library = prebuilt.load() or ctypes.CDLL(str(build.library()))
+_library = build.load()
 _library.h2o_isa.restype = ctypes.c_char_p
 _attend = _library.h2o_attend
 _attend.argtypes, _attend.restype = [c_void_p], None

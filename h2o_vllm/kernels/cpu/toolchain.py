@@ -6,8 +6,6 @@ Runs in the worker and, loaded by its path, in ``wheel.py``: imports the standar
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import shlex
@@ -21,7 +19,6 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 """Where a wheel has its libraries. A checkout has no such folder."""
-MANIFEST = "manifest.json"
 # No -ffast-math: NaN in slots that were never written must stay out, and exp2's rounding trick must stay in.
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fopenmp", "-w")
 TIMEOUT = 300  # seconds; a build takes about ten
@@ -96,18 +93,8 @@ def run(command: list[str]) -> None:
         raise OSError(f"{command[0]} failed: {done.stderr.strip()[-600:]}")
 
 
-def fingerprint(*what: str) -> str:
-    """Name of what a library is made from: the sources, headers included, and ``what``."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".cpp", ".hpp"):
-            digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update("\0".join((*FLAGS, *what)).encode())
-    return digest.hexdigest()[:16]
-
-
 def build_levels(directory: Path) -> dict[str, str]:
-    """Build a library for each of :data:`LEVELS` into ``directory``, with a manifest of what is there.
+    """Build a library for each of :data:`LEVELS` into ``directory``.
 
     Returns:
         Level to error message, for those that could not be built.
@@ -119,23 +106,20 @@ def build_levels(directory: Path) -> dict[str, str]:
     if machine != "x86_64":
         raise OSError(f"no libraries are kept for {machine}")
     directory.mkdir(parents=True, exist_ok=True)
-    libraries, errors = {}, {}
+    errors = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = {name: pool.submit(_build, command, name, directory) for name in LEVELS}
         for name, job in jobs.items():
             try:
-                libraries[name] = job.result()
+                job.result()
             except OSError as error:
                 errors[name] = str(error)
-    if not libraries:
+    if len(errors) == len(LEVELS):
         raise OSError("; ".join(errors.values()))
-    manifest = {"machine": machine, "libraries": libraries}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return errors
 
 
-def _build(command: list[str], name: str, directory: Path) -> dict[str, str]:
-    """Build one level's library; its entry in the manifest."""
+def _build(command: list[str], name: str, directory: Path) -> None:
     flags, target = LEVELS[name].flags, directory / f"h2o-{name}.so"
     with tempfile.TemporaryDirectory() as scratch:
         objects = []
@@ -145,7 +129,3 @@ def _build(command: list[str], name: str, directory: Path) -> dict[str, str]:
         # Linked without an OpenMP runtime, whose name and place differ from machine to machine: its symbols
         # bind to the one that torch runs on, when the library is loaded.
         run([*command, "-shared", "-s", *objects, "-o", str(target)])
-    return {
-        "fingerprint": fingerprint(*flags),
-        "sha256": hashlib.sha256(target.read_bytes()).hexdigest(),
-    }

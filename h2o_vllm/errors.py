@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of h2o_vllm, split by the party that has to act. Imports nothing; used in every process."""
 
-_LONGEST = 80
-"""Characters of a refused value that a message repeats."""
+import reprlib
+
+_SHORT = reprlib.Repr()
+"""Cuts a refused value, so that one client cannot fill a log or a response."""
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 class H2OError(Exception):
@@ -26,7 +29,7 @@ class BudgetError(H2OError, ValueError):
         self.parameter = parameter
         self.value = value
         self.accepted = accepted
-        super().__init__(f"{parameter} must be {accepted}, got {_short(value)}")
+        super().__init__(f"{parameter} must be {accepted}, got {shown(value)}")
 
 
 class ConflictError(BudgetError):
@@ -37,7 +40,6 @@ class AccountingError(H2OError, AssertionError):
     """A block is owned twice, leaked or written while shared: a bug in h2o_vllm."""
 
 
-def _short(value: object) -> str:
-    """``repr(value)``, cut so that one client cannot fill a log or a response."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+def shown(value: object) -> str:
+    """``repr(value)``, cut to about 80 characters, so that a client cannot fill a log or a response."""
+    return _SHORT.repr(value)

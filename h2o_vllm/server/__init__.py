@@ -18,7 +18,6 @@
 ``report_injection``   puts that object into a JSON body or an event stream
 ``openapi``            the budget fields on the server's API page
 ``config_route``       ``GET /plugins/h2o/config``: what this server does and accepts
-``trace_limits``       which requests may have a trace, and how many at a time
 ``playground/``        the page ``/h2o/``: see what is kept, compare answers
 ``middleware``         the ASGI layer that ties these together, in every API-server process
 ====================== ========================================================================

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -32,7 +32,6 @@ from h2o_vllm.server.protocol import RefusalError, admit, error_body
 from h2o_vllm.server.report_injection import EventCompleter, into_json
 from h2o_vllm.server.routes import Rule, route_path, rule_for
 from h2o_vllm.server.system_prefix import Render, system_prefixes, vllm_render
-from h2o_vllm.server.trace_limits import TraceSlots
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -67,7 +66,6 @@ class KVCacheMiddleware:
         self._render = vllm_render(None)
         self._other_groups: tuple[OtherGroup, ...] = ()
         self._count_refusal: CountRefusal = _not_bound
-        self._slots = TraceSlots()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -89,10 +87,10 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         with admission.http_request() as request:
-            context = RequestContext(
-                rule, config, request, self._render, self._slots, self._count_refusal
+            exchange = HTTPExchange(
+                rule, config, request, self._render, self._count_refusal, scope, receive, send
             )
-            await HTTPExchange(scope, receive, send, context).run(self._app)
+            await exchange.run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
@@ -148,57 +146,43 @@ class KVCacheMiddleware:
         return self._config, self._access
 
 
-@dataclass(frozen=True)
-class RequestContext:
-    """What the exchange of one request needs."""
+@dataclass
+class HTTPExchange:
+    """One HTTP request and its response."""
 
     rule: Rule
     config: H2OConfig
     request: HTTPRequest
     render: Render
-    slots: TraceSlots
     count_refusal: CountRefusal
-
-
-class HTTPExchange:
-    """One HTTP request and its response."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, context: RequestContext) -> None:
-        self._scope = scope
-        self._inner_receive = receive
-        self._inner_send = send
-        self._context = context
-        self._reports = context.request.reports
-        self._path = route_path(scope)
-        self._admitted = False
-        self._reported = False
-        self._traced = False
-        self._refusal: RefusalError | None = None
-        self._answered = False
-        self._events: EventCompleter | None = None
-        self._held_start: Message | None = None
-        self._body: list[bytes] = []
+    scope: Scope
+    inner_receive: Receive
+    inner_send: Send
+    _admitted: bool = False
+    _reported: bool = False
+    _refusal: RefusalError | None = None
+    _answered: bool = False
+    _events: EventCompleter | None = None
+    _held_start: Message | None = None
+    _body: list[bytes] = field(default_factory=list)
 
     async def run(self, app: App) -> None:
         """Let ``app`` answer, or send the refusal."""
         try:
-            await app(self._scope, self._receive, self._send)
+            await app(self.scope, self._receive, self._send)
         except Exception:
             if self._refusal is None:
                 raise
-        finally:
-            if self._traced:
-                self._context.slots.give_back()
         if self._refusal is not None:
             await self._refuse([])
 
     async def _receive(self) -> Message:
         """ASGI ``receive``: the whole body, checked and rewritten; then all other messages."""
         if self._admitted:
-            return await self._inner_receive()
+            return await self.inner_receive()
         chunks: list[bytes] = []
         while True:
-            message = await self._inner_receive()
+            message = await self.inner_receive()
             if message["type"] != "http.request":
                 return message
             chunks.append(message.get("body", b""))
@@ -209,7 +193,7 @@ class HTTPExchange:
             body = await self._admit(b"".join(chunks))
         except RefusalError as refusal:
             self._refusal = refusal
-            self._context.count_refusal(refusal.reason)
+            self.count_refusal(refusal.reason)
             raise
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -219,22 +203,18 @@ class HTTPExchange:
         Raises:
             RefusalError: a field cannot be served.
         """
-        context, query = self._context, self._scope.get("query_string", b"")
-        admitted = admit(body, self._path, context.rule, context.config, query)
+        request, path = self.request, route_path(self.scope)
+        query = self.scope.get("query_string", b"")
+        admitted = admit(body, path, self.rule, self.config, query)
         self._reported = admitted.reported
-        context.request.keeps_prompts = not admitted.reported
+        request.keeps_prompts = not admitted.reported
         if admitted.request is None or admitted.budget is None:
             return admitted.body
-        if admitted.budget.trace and admitted.reported:
-            context.slots.take(self._path, admitted.request)
-            self._traced = True
-        request, named = context.request, admitted.asked.get("kv_protect") is not None
+        named = admitted.asked.get("kv_protect") is not None
         request.budget, request.names_protect = admitted.budget, named
         word = admitted.budget.protect
         if word in ROLE_WORDS and admitted.budget.evicts and admitted.reported:
-            request.system = await system_prefixes(
-                context.render, self._path, admitted.request, str(word)
-            )
+            request.system = await system_prefixes(self.render, path, admitted.request, str(word))
             missing = next((one for one in request.system if one.is_missing), None)
             if named and missing is not None:
                 # Refused here: a stream of /v1/responses begins before vLLM calls the engine.
@@ -252,20 +232,18 @@ class HTTPExchange:
         elif kind == "http.response.body":
             await self._send_body(message)
         else:
-            await self._inner_send(message)
+            await self.inner_send(message)
 
     async def _refuse(self, headers: Headers) -> None:
         """Send the error, with the headers (CORS, request id) of the response it replaces."""
         if self._answered or self._refusal is None:
             return
         self._answered = True
-        body = error_body(self._refusal, self._path)
+        body = error_body(self._refusal, route_path(self.scope))
         kept = [(k, v) for k, v in headers if not k.lower().startswith(b"content-")]
         kept += [(b"content-type", b"application/json"), (b"content-length", _length(body))]
-        await self._inner_send(
-            {"type": "http.response.start", "status": self._refusal.status, "headers": kept}
-        )
-        await self._inner_send({"type": "http.response.body", "body": body})
+        await self.inner_send({"type": "http.response.start", "status": 400, "headers": kept})
+        await self.inner_send({"type": "http.response.body", "body": body})
 
     async def _send_start(self, message: Message) -> None:
         self._answered = True
@@ -276,8 +254,8 @@ class HTTPExchange:
             self._held_start = message
             return
         if self._reported and plain and media_type == b"text/event-stream":
-            self._events = EventCompleter(self._reports.kv_cache)
-        await self._inner_send(message)
+            self._events = EventCompleter(self.request.reports.kv_cache)
+        await self.inner_send(message)
 
     async def _send_body(self, message: Message) -> None:
         if self._held_start is not None:
@@ -285,18 +263,18 @@ class HTTPExchange:
         elif self._events is not None:
             await self._send_events(self._events, message)
         else:
-            await self._inner_send(message)
+            await self.inner_send(message)
 
     async def _send_json(self, start: Message, message: Message) -> None:
         self._body.append(bytes(message.get("body", b"")))
         if message.get("more_body", False):
             return
         self._held_start = None
-        body = into_json(b"".join(self._body), self._reports.kv_cache())
+        body = into_json(b"".join(self._body), self.request.reports.kv_cache())
         headers = [(k, v) for k, v in start["headers"] if k.lower() != b"content-length"]
         headers.append((b"content-length", _length(body)))
-        await self._inner_send({**start, "headers": headers})
-        await self._inner_send({**message, "body": body})
+        await self.inner_send({**start, "headers": headers})
+        await self.inner_send({**message, "body": body})
 
     async def _send_events(self, events: EventCompleter, message: Message) -> None:
         more = message.get("more_body", False)
@@ -304,7 +282,7 @@ class HTTPExchange:
         if not more:
             out += events.finish()
         if out or not more:
-            await self._inner_send({**message, "body": out})
+            await self.inner_send({**message, "body": out})
 
 
 def _with_version(send: Send) -> Send:

@@ -21,8 +21,8 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
 from h2o_vllm.config.settings import REQUEST_FIELDS
-from h2o_vllm.errors import BudgetError, ConflictError
-from h2o_vllm.server.routes import LIFTED, MESSAGES, Rule
+from h2o_vllm.errors import BudgetError, ConflictError, shown
+from h2o_vllm.server.routes import LIFTED, MESSAGES, TRACED, Rule
 
 XARGS = "vllm_xargs"
 
@@ -42,21 +42,19 @@ UNREADABLE = (
 
 
 class RefusalError(Exception):
-    """The request is answered with an error: 400, or 429 for too many traces.
+    """The request is answered with a 400.
 
     Attributes:
         message: what is wrong, with the value got and the range accepted.
         param: the field at fault.
         reason: one of :data:`h2o_vllm.metrics.table.REJECTION_REASONS`.
-        status: of the answer.
     """
 
-    def __init__(self, message: str, param: str | None, reason: str, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None, reason: str) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.reason = reason
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -104,33 +102,28 @@ def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = 
     answers = rule is Rule.LIFT
     if request is None:
         return Admission(body, reported=answers)
-    moved = _lift(request, config)
+    asked, changed, budget = _lift(request, config)
     beams = _is_true(request.get("use_beam_search"))
-    if beams and moved.asked:
-        first = next(iter(moved.asked))
+    if beams and asked:
+        first = next(iter(asked))
         raise RefusalError(f"{first} cannot be combined with use_beam_search", first, "unsupported")
+    if budget.trace and answers:
+        _refuse_trace(path, request.get("prompt"))
     # A beam search is hundreds of one-token requests to the engine: no report of one response.
-    passed = _serialise(request) if moved.changed else body
-    return Admission(passed, answers and not beams, request, moved.asked, moved.budget)
+    passed = _serialise(request) if changed else body
+    return Admission(passed, answers and not beams, request, asked, budget)
 
 
 def error_body(refusal: RefusalError, path: str = "") -> bytes:
     """``refusal`` in the shape of vLLM's (and OpenAI's) error responses, or in Anthropic's."""
     error = {
         "message": refusal.message,
-        "type": "BadRequestError" if refusal.status == 400 else "RateLimitError",
+        "type": "BadRequestError",
         "param": refusal.param,
-        "code": refusal.status,
+        "code": 400,
     }
     kind = {"type": "error"} if path == MESSAGES else {}
     return json.dumps({**kind, "error": error}).encode()
-
-
-@dataclass(frozen=True)
-class _Moved:
-    asked: Mapping[str, Any]
-    changed: bool
-    budget: RequestBudget
 
 
 def _is_true(value: Any) -> bool:
@@ -162,8 +155,12 @@ def _serialise(request: dict[str, Any]) -> bytes:
         raise RefusalError("the request body is nested too deeply", None, "value") from None
 
 
-def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
-    """Move the fields of ``request``, in place, into its ``vllm_xargs``."""
+def _lift(request: dict[str, Any], config: H2OConfig) -> tuple[dict[str, Any], bool, RequestBudget]:
+    """Move the fields of ``request``, in place, into its ``vllm_xargs``.
+
+    Returns:
+        The fields, whether ``request`` has changed, and its budget.
+    """
     given = request.get(XARGS)
     inner: dict[str, Any] = given if isinstance(given, dict) else {}
     _refuse_transfer_params((request, inner))
@@ -192,31 +189,15 @@ def _lift(request: dict[str, Any], config: H2OConfig) -> _Moved:
     if changed and (given is None or isinstance(given, dict)):
         merged = {k: v for k, v in inner.items() if k not in REQUEST_FIELDS} | asked
         request[XARGS] = merged or None
-    return _Moved(asked, changed, budget)
+    return asked, changed, budget
 
 
 def _resolved(asked: Mapping[str, Any], config: H2OConfig) -> RequestBudget:
     try:
-        return resolve(config, {field: _printable(value) for field, value in asked.items()})
+        return resolve(config, asked)
     except BudgetError as error:
         reason = "conflict" if isinstance(error, ConflictError) else "value"
         raise RefusalError(str(error), error.parameter, reason) from None
-
-
-class _Described:
-    """Replaces a JSON container in messages: its ``repr`` may be huge."""
-
-    def __init__(self, description: str) -> None:
-        self._description = description
-
-    def __repr__(self) -> str:
-        return self._description
-
-
-def _printable(value: Any) -> Any:
-    if isinstance(value, list):
-        return _Described("an array")
-    return _Described("an object") if isinstance(value, dict) else value
 
 
 def _shown(key: str) -> str:
@@ -262,6 +243,17 @@ def _refuse_misplaced(request: Mapping[str, Any], query: bytes) -> None:
         )
 
 
+def _refuse_trace(path: str, prompt: Any) -> None:
+    """Refuse ``kv_trace`` of several sequences, or on a route without the token ids that it is laid over."""
+    if path not in TRACED:
+        message = f"kv_trace is not supported by {path}; it is by {', '.join(TRACED)}"
+        raise RefusalError(message, "kv_trace", "unsupported")
+    # One list of numbers is one prompt.
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        message = "kv_trace must be left out of requests with several prompts"
+        raise RefusalError(message, "kv_trace", "unsupported")
+
+
 def _refuse_fields(body: bytes, request: dict[str, Any] | None, path: str) -> None:
     """Refuse any budget field that this route could pass to the engine."""
     _refuse_transfer_params(_places_of(request or {}))
@@ -287,7 +279,7 @@ def _refuse_transfer_params(places: Iterable[Mapping[str, Any]]) -> None:
         value = place.get(TRANSFER_PARAMS)
         if value is not None and not isinstance(value, dict):
             raise RefusalError(
-                f"{TRANSFER_PARAMS} must be an object, got {_shown(repr(_printable(value)))}",
+                f"{TRANSFER_PARAMS} must be an object, got {shown(value)}",
                 TRANSFER_PARAMS,
                 "value",
             )

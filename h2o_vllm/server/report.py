@@ -64,7 +64,7 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     ordered = [{key: report.get(key) for key in REPORT_KEYS} for report in reports]
     if len(ordered) == 1:
-        # Of one sequence only: see :mod:`h2o_vllm.server.trace_limits`.
+        # Others are refused, see :mod:`h2o_vllm.server.protocol`.
         trace = reports[0].get(TRACE)
         return ordered[0] if trace is None else {**ordered[0], TRACE: trace}
     sums = {key: sum(report[key] for report in reports) for key in SUMMED}

@@ -51,6 +51,10 @@ PREPARED = frozenset(
 that generates from it refuses them."""
 
 
+TRACED = ("/v1/chat/completions", "/v1/completions")
+"""Routes that take ``kv_trace``."""
+
+
 def rule_for(method: str, path: str) -> Rule | None:
     """The rule of a request, or ``None`` if it has no body.
 

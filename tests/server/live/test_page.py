@@ -220,14 +220,14 @@ def test_who_stops_an_answer_may_go_on(browser: Any, server: LiveServer) -> None
     assert visit.shown("kept")["lossless"] == "no"
 
 
-def test_an_answer_comes_without_its_trace_where_too_many_are_traced(
+def test_an_answer_comes_without_its_trace_where_that_is_refused(
     browser: Any, server: LiveServer
 ) -> None:
     visit = Visit(browser, server).ready()
-    refusal = "kv_trace: 4 requests are traced, no more at a time; try again later"
+    refusal = "kv_trace must be left out of this request"
     body = json.dumps({"error": {"message": refusal}})
     visit.page.fill("#max-tokens", "40")
-    with Routed(visit, body, 429, traced=True):
+    with Routed(visit, body, 400, traced=True):
         visit.click("#find")
     assert refusal in visit.page.inner_text("#no-picture")
     assert visit.shown("kept")["lossless"] == "no" and not visit.page.is_visible("#problem")

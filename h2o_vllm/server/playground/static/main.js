@@ -145,7 +145,7 @@ function verdict({ text, report }) {
   return `The code is ${CODE}: not found. Try a longer kv_delay, kv_policy snapkv, kv_protect the prompt or a larger budget.`;
 }
 
-/** An answer does not fail because its trace is refused: too long, or too many at a time. */
+/** An answer does not fail because its trace is refused, as it is too long. */
 async function traceIfPossible(body, work) {
   try {
     return await work(body);

@@ -11,21 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h2o_vllm.config.options import H2OConfig
-    from h2o_vllm.errors import AccountingError, BudgetError, ConfigError, H2OError
-    from h2o_vllm.plugin import engine_args
+    from h2o_vllm.config.options import H2OConfig as H2OConfig
+    from h2o_vllm.errors import AccountingError as AccountingError
+    from h2o_vllm.errors import BudgetError as BudgetError
+    from h2o_vllm.errors import ConfigError as ConfigError
+    from h2o_vllm.errors import H2OError as H2OError
+    from h2o_vllm.plugin import engine_args as engine_args
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "AccountingError",
-    "BudgetError",
-    "ConfigError",
-    "H2OConfig",
-    "H2OError",
-    "__version__",
-    "engine_args",
-]
 
 _HOMES = {
     "AccountingError": "h2o_vllm.errors",
@@ -47,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES})

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.settings import REQUEST_FIELDS, TESTING_FIELDS
+from h2o_vllm.config.settings import REQUEST_FIELDS, REQUEST_ONLY
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
 
 ROOT = Path(__file__).parent.parent
@@ -133,8 +133,10 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
 
 def test_budget_fields_are_those_of_the_configuration() -> None:
     rows = readme_table(f"`{REQUEST_FIELDS[0]}`")
-    assert {row[0].strip("`") for row in rows} == set(REQUEST_FIELDS) - set(TESTING_FIELDS)
-    for name in TESTING_FIELDS:
+    assert {row[0].strip("`") for row in rows} == set(REQUEST_FIELDS) - {
+        row.name for row in REQUEST_ONLY
+    }
+    for name in (row.name for row in REQUEST_ONLY):
         assert f"`{name}`" in (ROOT / "h2o_vllm/README.md").read_text()
     defaults = {field.name: field.default for field in fields(H2OConfig)}
     for name, flag, _ in rows:

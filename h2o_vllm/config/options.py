@@ -91,8 +91,7 @@ class H2OConfig(Settings):
             ConfigError: an unknown key, or a value out of range.
         """
         known = {row.name for row in OPTIONS}
-        unknown = sorted(set(values) - known)
-        if unknown:
+        if unknown := sorted(set(values) - known):
             names = ", ".join(unknown)
             raise ConfigError(f"unknown h2o option(s) {names}; known: {sorted(known)}")
         return cls(**values)
@@ -132,10 +131,7 @@ class H2OConfig(Settings):
     @property
     def accepts(self) -> dict[str, bool]:
         """Arguments of :func:`.joinable_ranks`: which policies a request may name."""
-        return {
-            "calibrated": self.calibrated,
-            "scored": not self.no_scores_reason,
-        }
+        return {"calibrated": self.calibrated, "scored": not self.no_scores_reason}
 
     @property
     def exact_drafts(self) -> int:
@@ -188,10 +184,6 @@ class H2OConfig(Settings):
             return self.kv_recent
         return policy.recent_of_answers if answers else policy.recent
 
-    def protect_of(self, policy: Policy) -> int | str:
-        """Default of ``kv_protect``: the server's option, otherwise the value of the policy."""
-        return policy.protect if self.kv_protect is None else self.kv_protect
-
     def heads_of(self, policy: Policy) -> str:
         """Default of ``kv_heads``: the server's option, otherwise the policy's, if sharing is fast."""
         if self.equal_heads_reason or policy.equal_heads_reason:
@@ -211,7 +203,7 @@ class H2OConfig(Settings):
         values = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request} | {
             "kv_policy": policy.name,
             "kv_recent": self.recent_of(policy),
-            "kv_protect": self.protect_of(policy),
+            "kv_protect": policy.protect if self.kv_protect is None else self.kv_protect,
             "kv_heads": self.heads_of(policy),
             "kv_settle_tokens": settle,
         }

@@ -27,10 +27,6 @@ SHORT_PROMPT = 4
 FEW_PROTECTED = 1024
 """Most tokens that a request may protect if the operator limits budgets and does not set --kv-protect-max."""
 
-
-WITHOUT_SCORES = "'later', 'window' and 'random' collect none"
-"""Presets for engines that collect no attention."""
-
 EXACT_SHARE = 0.1
 """Share of an exact request's tokens that drafts attend to, if the request names no budget."""
 
@@ -42,21 +38,22 @@ MAX_TRACE_TOKENS = 4096
 and KV head while the request runs."""
 
 
-def check_heads(heads: str, policy: Policy, equal_heads_reason: str) -> str:
+def check_heads(heads: str, policy: Policy, equal_heads_reason: str) -> None:
     """Check that policy and engine let heads share slots; ``equal_heads_reason``: why the engine does not.
 
     Raises:
         BudgetError: they do not.
     """
-    if heads == "shared" and equal_heads_reason:
+    if heads != "shared":
+        return
+    if equal_heads_reason:
         raise BudgetError("kv_heads", heads, f"equal on this server ({equal_heads_reason})")
-    if heads == "shared" and policy.equal_heads_reason:
+    if policy.equal_heads_reason:
         accepted = f"equal with kv_policy {policy.name}, {policy.equal_heads_reason}"
         raise BudgetError("kv_heads", heads, accepted)
-    return heads
 
 
-def check_prefill(tokens: int, policy: Policy) -> int:
+def check_prefill(tokens: int, policy: Policy) -> None:
     """Check ``kv_prefill_tokens``: it must be 0 if ``policy`` ranks by the end of the prompt.
 
     Raises:
@@ -67,7 +64,6 @@ def check_prefill(tokens: int, policy: Policy) -> int:
             f"0 with kv_policy {policy.name}, which has nothing to rank by before the prompt's end"
         )
         raise BudgetError("kv_prefill_tokens", tokens, accepted)
-    return tokens
 
 
 def check_scores(policy: Policy, reason: str) -> None:
@@ -77,11 +73,14 @@ def check_scores(policy: Policy, reason: str) -> None:
         BudgetError: the policy collects attention.
     """
     if reason and policy.needs_scores:
-        accepted = f"one that collects no attention on this server ({reason}); {WITHOUT_SCORES}"
+        accepted = (
+            f"one that collects no attention on this server ({reason}); 'later', 'window' and 'random' "
+            "collect none"
+        )
         raise BudgetError("kv_policy", policy.name, accepted)
 
 
-def check_settle(tokens: int, policy: Policy) -> int:
+def check_settle(tokens: int, policy: Policy) -> None:
     """Check ``kv_settle_tokens``: it must be 0 if segments cannot settle with ``policy``.
 
     Raises:
@@ -89,4 +88,3 @@ def check_settle(tokens: int, policy: Policy) -> int:
     """
     if tokens and policy.no_settling_reason:
         raise BudgetError("kv_settle_tokens", tokens, f"0 {policy.no_settling_reason}")
-    return tokens

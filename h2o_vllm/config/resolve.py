@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from h2o_vllm.checks import MAX_TOKENS
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import (
@@ -114,12 +113,12 @@ def for_prompt(
     Raises:
         BudgetError: ``"system"`` or ``"task"`` is asked for; or ``"prompt"``, and it is too long.
     """
-    protect, limit = budget.protect, _most_protected(config)
+    protect, limit = budget.protect, config.protect_limit
     if protect == "prompt":
-        if named and prompt_tokens > limit:
+        if named and limit is not None and prompt_tokens > limit:
             accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
             raise BudgetError("kv_protect", protect, accepted)
-        protect = limit
+        protect = prompt_tokens if limit is None else limit
     elif protect == "short":
         # Segments are found again only after the same protected tokens, and the prompt of a chat grows.
         matters = budget.evicts and not budget.settle
@@ -159,7 +158,8 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     policy = config.policy_of(asked, prefill, settle)
     if settle and name not in given and policy.no_settling_reason:
         return config.policy_of(asked, prefill, 0), 0
-    return policy, check_settle(settle, policy)
+    check_settle(settle, policy)
+    return policy, settle
 
 
 def _exact(config: H2OConfig, given: Mapping[str, Any]) -> bool:
@@ -217,8 +217,3 @@ def _trace(config: H2OConfig, given: Mapping[str, Any]) -> bool:
         accepted = "false on this server (--kv-trace or --kv-playground allows it, on CPUs, in one process)"
         raise BudgetError("kv_trace", True, accepted)
     return trace
-
-
-def _most_protected(config: H2OConfig) -> int:
-    limit = config.protect_limit
-    return MAX_TOKENS if limit is None else limit

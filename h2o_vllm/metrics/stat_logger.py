@@ -110,17 +110,10 @@ def _collectors() -> dict[str, Collector]:
 
 
 def _collector(metric: Metric, registry: CollectorRegistry = REGISTRY) -> Collector:
+    named = metric.name, metric.help, metric.labels
     if metric.kind == "counter":
-        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+        return Counter(*named, registry=registry)
     if metric.kind == "gauge":
         # As vLLM's gauges: each step's stats reach one API server, so the newest value is the right one.
-        return Gauge(
-            metric.name,
-            metric.help,
-            metric.labels,
-            registry=registry,
-            multiprocess_mode="mostrecent",
-        )
-    return Histogram(
-        metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry
-    )
+        return Gauge(*named, registry=registry, multiprocess_mode="mostrecent")
+    return Histogram(*named, buckets=metric.buckets, registry=registry)

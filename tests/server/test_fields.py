@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from h2o_vllm.config.engine_limits import EngineLimits
 from h2o_vllm.config.fields import rows_of, setting
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.resolve import resolve
-from h2o_vllm.config.settings import FIELDS, OPTIONS
+from h2o_vllm.config.settings import FIELDS, OPTIONS, EngineLimits
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.cli import _OwnParser
 from h2o_vllm.server.config_route import Defaults

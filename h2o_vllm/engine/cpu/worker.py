@@ -42,16 +42,6 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def warn_if_slow() -> None:
-    """Warn where our kernels are asked for in the place of vLLM's, and are the slower ones."""
-    if not kernels.compiled():
-        logger.warning(
-            "h2o: --kv-full-kernel h2o without the C++ kernels slows down requests that lose nothing: %s. "
-            "Install g++ (Debian: apt install g++), or leave the option out",
-            kernels.COST,
-        )
-
-
 def warn_of_mixed_adapters(config: VllmConfig) -> None:
     """Say which error of vLLM's LoRA on CPU to avoid, and how.
 
@@ -167,8 +157,6 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
 
     def _serves_every_row(self, builder: H2OMetadataBuilder) -> bool:
         asked = self._h2o_config().kv_full_kernel
-        if asked == "h2o":
-            warn_if_slow()
         return asked == "h2o" or (asked == "auto" and builder.displaced_amx and kernels.compiled())
 
     def _kernels_in_use(self, state: CPUState) -> str:

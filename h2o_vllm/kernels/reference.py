@@ -124,31 +124,6 @@ def add_prompt_scores(
         add_probabilities(scores, where, prob)
 
 
-def log_sum_exp(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Natural log of each query's softmax denominator, ``[H, T]``, float32; NaN for rows left out.
-
-    What an attention kernel returns beside its output (FlashAttention: ``return_softmax_lse``).
-    """
-    lse = torch.full((query.shape[1], query.shape[0]), float("nan"), device=query.device)
-    for row, length in enumerate(seq_lens.tolist()):
-        first, end = query_start_loc[row : row + 2].tolist()
-        if length > 0 and end > first:
-            where = live_slots(block_table[row], length, key_cache.shape[1])
-            given = (where, scale, softcap, sinks)
-            _, _, sums = attend(query[first:end], key_cache, key_cache, *given)
-            lse[:, first:end] = sums.flatten(1).T.float()
-    return lse
-
-
 def reset_scores(scores: Tensor, slots: Tensor) -> None:
     """Set the scores of newly written slots to zero, in all layers and heads.
 
@@ -170,16 +145,3 @@ def split_scores(
         blocks = block_table[row, :used].long()
         old, late = scores[:, blocks], early[:, blocks]
         early[:, blocks] = old - late
-
-
-def compact_tables(
-    block_table: Tensor, seq_lens: Tensor, flags: Tensor, block_size: int
-) -> tuple[list[list[int]], list[int]]:
-    """Block ids and live length of each row; see :func:`h2o_vllm.kernels.triton.compact_tables`."""
-    tables, lens = [], []
-    for row, length in enumerate(seq_lens.tolist()):
-        used = block_table[row, : -(-length // block_size)].tolist()
-        live = [block for block in used if block != 0] if flags[row] & 1 else used
-        tables.append(live)
-        lens.append(length - (len(used) - len(live)) * block_size)
-    return tables, lens

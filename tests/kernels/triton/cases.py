@@ -208,7 +208,16 @@ def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tenso
     scores = batch.scores.clone()
     given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
     softmax = (batch.softcap, batch.sinks)
-    lse = reference.log_sum_exp(batch.query, batch.key_cache, *given, batch.logit_scale, *softmax)
+    lse = torch.full_like(batch.query[..., 0].T, torch.nan, dtype=torch.float32)
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        tokens = slice(*batch.query_start_loc[row : row + 2].tolist())
+        if length > 0 and tokens.stop > tokens.start:
+            caches = (batch.key_cache, batch.key_cache)
+            where = reference.live_slots(batch.block_table[row], length, batch.key_cache.shape[1])
+            *_, sums = reference.attend(
+                batch.query[tokens], *caches, where, batch.logit_scale, *softmax
+            )
+            lse[:, tokens] = sums.flatten(1).T.float()
     reference.add_prompt_scores(
         batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from, *softmax
     )  # fmt: skip

@@ -6,8 +6,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import SCORED, compact_tables
+
+
+def without_holes(
+    block_table: Tensor, seq_lens: Tensor, flags: Tensor, block_size: int
+) -> tuple[list[list[int]], list[int]]:
+    """Block ids and live length of each row."""
+    tables, lens = [], []
+    for row, length in enumerate(seq_lens.tolist()):
+        used = block_table[row, : -(-length // block_size)].tolist()
+        live = [block for block in used if block != 0] if flags[row] & 1 else used
+        tables.append(live)
+        lens.append(length - (len(used) - len(live)) * block_size)
+    return tables, lens
 
 
 def check_tables(
@@ -19,7 +31,7 @@ def check_tables(
     out_lens, scored, rest = (torch.full_like(out[:, 0], -7) for _ in range(3))
     before = table.clone()
     compact_tables(table, lens, flags, block_size, out, out_lens, scored, rest)
-    want, want_lens = reference.compact_tables(table, lens, flags, block_size)
+    want, want_lens = without_holes(table, lens, flags, block_size)
     for row, ids in enumerate(want):
         assert out[row].tolist() == ids + [-7] * (out.shape[1] - len(ids))
     ours = [bool(flag & SCORED) for flag in flags.tolist()]

@@ -20,7 +20,6 @@ from h2o_vllm.errors import ConfigError
 GROUP, PLUGIN = "vllm.general_plugins", "h2o"
 """Our entry point, see pyproject.toml."""
 
-SCHEDULER_CLS = "h2o_vllm.engine.core.scheduler.H2OScheduler"
 WORKER_CLS = {
     "cpu": "h2o_vllm.engine.cpu.worker.H2OCPUWorker",
     "cuda": "h2o_vllm.engine.cuda.worker.H2OGPUWorker",
@@ -71,6 +70,7 @@ def engine_args(config: H2OConfig | None = None, **options: Any) -> dict[str, An
         from h2o_vllm.calibration.file import check_exists
         from h2o_vllm.engine.support.check import check_vllm_version
         from h2o_vllm.engine.support.drafts import DRAFTER
+        from h2o_vllm.engine.support.everywhere import SCHEDULER_CLS
 
     if config is not None and options:
         raise ConfigError("engine_args takes a config or single options, not both")

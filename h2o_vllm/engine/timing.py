@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.engine.output_attributes import with_attribute
@@ -42,24 +43,20 @@ class EvictionTimer:
         if not evictions:
             yield
             return
-        stop = self.start()
+        first = self.now()
         yield
-        self._seconds = stop()
+        self._seconds = partial(self.between, first, self.now())
 
-    def start(self) -> Callable[[], Callable[[], float | None]]:
-        """Begin to measure.
+    @staticmethod
+    def now() -> Any:
+        """A point in time."""
+        return time.perf_counter()
 
-        Returns:
-            a function that ends the measurement. It returns a function that gives the seconds, to be called
-            when the output of the step is on the host; ``None`` if they are unknown.
-        """
-        started = time.perf_counter()
-
-        def stop() -> Callable[[], float]:
-            seconds = time.perf_counter() - started
-            return lambda: seconds
-
-        return stop
+    @staticmethod
+    def between(first: Any, last: Any) -> float | None:
+        """Seconds between two points, once the step's output is on the host; ``None`` if they are unknown."""
+        seconds: float = last - first
+        return seconds
 
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with the time measured since the last call, if any."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses one of our attention backends, and warns of what may be slower than vLLM. Worker process.
+"""Chooses one of our attention backends, and warns of what is slower. Worker process.
 
 ========================== ====================== ==========================================
 GPU                        vLLM's own choice      ours
 ========================== ====================== ==========================================
 8.x, 9.x, 11.x, 12.x       FlashAttention 2 to 4  the same one
-10.x (B200, B300)          FlashInfer             FlashAttention 4, with a warning
-10.x, head size 256        FlashInfer             Triton, with a warning
-float32, older than 8.0    Triton                 Triton (older GPUs, 16 bits: with a warning)
-fp8 KV on 8.9, 12.x        FlashInfer             Triton, with a warning
+10.x (B200, B300)          FlashInfer             FlashAttention 4
+10.x, head size 256        FlashInfer             Triton
+float32, older than 8.0    Triton                 Triton
+fp8 KV on 8.9, 12.x        FlashInfer             Triton
 ========================== ====================== ==========================================
 
 None of ours is built on FlashInfer: as vLLM calls it, it does not return the log-sum-exp that scores need.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
@@ -101,30 +100,6 @@ def choose_backend(config: VllmConfig) -> type[AttentionBackend]:
     return H2OTritonBackend if _why_not_flash(config) else H2OFlashBackend
 
 
-def _slower_than_stock(config: VllmConfig, backend: type[AttentionBackend]) -> str | None:
-    """What may be slower than with plain vLLM because of our choice, and why; ``None``: nothing.
-
-    vLLM's order is in ``platforms.cuda._get_backend_priorities`` (0.32): on 10.x FlashInfer comes before
-    FlashAttention, elsewhere after it; Triton is last.
-    """
-    if config.model_config.dtype not in (torch.bfloat16, torch.float16):
-        # FlashAttention and FlashInfer do not take this dtype: vLLM chooses Triton, too.
-        return None
-    capability = current_platform.get_device_capability()
-    flash_infer_first = capability is not None and capability.major == 10
-    if backend is H2OTritonBackend:
-        why = _why_not_flash(config) or "H2O_CUDA_BACKEND selects it"
-    elif flash_infer_first:
-        why = "vLLM would choose FlashInfer on this GPU, which does not return the log-sum-exp"
-    else:
-        return None
-    name = "Triton attention" if backend is H2OTritonBackend else "FlashAttention"
-    return (
-        f"prompts and requests without a budget run on vLLM's {name}, which may be slower than the "
-        f"backend that vLLM would choose without h2o_vllm: {why}"
-    )
-
-
 def register_backend(config: VllmConfig) -> None:
     """Register our backend as ``--attention-backend CUSTOM`` in this process."""
     backend = choose_backend(config)
@@ -133,10 +108,13 @@ def register_backend(config: VllmConfig) -> None:
     )
 
 
-def warn_of_slower_attention(config: VllmConfig) -> None:
-    """Log one line if something may be slower than with plain vLLM. The first rank calls it once."""
-    if slower := _slower_than_stock(config, choose_backend(config)):
-        logger.warning("h2o: %s", slower)
+def warn_of_triton(config: VllmConfig) -> None:
+    """Log why prompts run on vLLM's Triton attention, if they do. The first rank calls it once."""
+    if choose_backend(config) is H2OTritonBackend:
+        logger.warning(
+            "h2o: prompts and requests without a budget run on vLLM's Triton attention: %s",
+            _why_not_flash(config) or "H2O_CUDA_BACKEND selects it",
+        )
 
 
 def warn_of_batches_without_graphs(config: VllmConfig) -> None:

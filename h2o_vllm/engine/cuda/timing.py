@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from h2o_vllm.engine.timing import EvictionTimer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class DeviceTimer(EvictionTimer):
@@ -20,14 +15,15 @@ class DeviceTimer(EvictionTimer):
     stream.
     """
 
-    def start(self) -> Callable[[], Callable[[], float | None]]:
-        """As the base class; the time is measured between two points of the stream."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+    @staticmethod
+    def now() -> torch.cuda.Event:
+        """A point in the stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-        def stop() -> Callable[[], float | None]:
-            last.record()
-            # ``elapsed_time`` raises for an event that the stream has not reached.
-            return lambda: first.elapsed_time(last) / 1000 if last.query() else None
-
-        return stop
+    @staticmethod
+    def between(first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+        """As the base class; ``None`` if the stream has not reached ``last``."""
+        # ``elapsed_time`` raises for such an event.
+        return first.elapsed_time(last) / 1000 if last.query() else None

@@ -14,7 +14,7 @@ from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.choice import (
     register_backend,
     warn_of_batches_without_graphs,
-    warn_of_slower_attention,
+    warn_of_triton,
 )
 from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
@@ -37,7 +37,6 @@ from h2o_vllm.engine.cuda.timing import DeviceTimer
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.engine.cuda.warmup import check_launches, warm_up
 from h2o_vllm.engine.support.check import config_of
-from h2o_vllm.engine.timing import EvictionTimer
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
@@ -67,6 +66,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     builder_cls = ScoringBuilder
     impl_cls = CudaScoringImpl
+    timer_cls = DeviceTimer
     # ``True`` once the kernels are compiled and the graphs captured.
     _serving = False
 
@@ -76,13 +76,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
 
     def _make_model_runner(self) -> Any:
         if self.rank == 0:
-            warn_of_slower_attention(self.vllm_config)
+            warn_of_triton(self.vllm_config)
             warn_of_batches_without_graphs(self.vllm_config)
         return H2OModelRunner(self.vllm_config, self.device)
-
-    @staticmethod
-    def _make_timer() -> EvictionTimer:
-        return DeviceTimer()
 
     @sync_checked
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -72,6 +72,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
 
     builder_cls: ClassVar[type]
     """The class of the metadata builder that vLLM must have bound."""
+    timer_cls: ClassVar[type[EvictionTimer]] = EvictionTimer
     impl_cls: ClassVar[type[ScoringImpl]]
     """The class of the attention that vLLM must have bound."""
 
@@ -93,11 +94,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         register_specs()
         leave_out_idle_windows(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-        self._timer = self._make_timer()
-
-    @staticmethod
-    def _make_timer() -> EvictionTimer:
-        return EvictionTimer()
+        self._timer = self.timer_cls()
 
     @staticmethod
     @abstractmethod

@@ -144,7 +144,7 @@ class FakeGPU:
             impl.bind(self.state, self._owner(index))
         self._capture()
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
-        worker._timer = worker._make_timer()
+        worker._timer = worker.timer_cls()
 
     def _state(self, num_blocks: int, rows: int, variants: StepVariant) -> CudaState:
         heads, layers = len(self.kv_heads), len(self.layers)

@@ -11,8 +11,7 @@
 ``engine_death``       tells an engine that died from one that was stopped, for the exit code
 ``routes``             which HTTP routes take the budget fields, and which must refuse them
 ``protocol``           the body of a request: parse, check, move the fields to where vLLM reads them
-``system_part``        the system messages and tools of a request, and bodies that tell their tokens
-``system_prefix``      the tokens they become, whatever the chat template
+``system_prefix``      the system messages and tools of a chat, and the tokens they become
 ``admission``          the one step before vLLM's engine client: checks, counts, takes the reports
 ``report``             the ``kv_cache`` object: from the engine's reports to what a client reads
 ``report_injection``   puts that object into a JSON body or an event stream

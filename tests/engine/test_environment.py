@@ -7,42 +7,35 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from h2o_vllm.engine.cpu import environment
 
-SPIN, GLIBC, AOT = (
-    environment.spin_briefly, environment.allocate_by_glibc, environment.find_compiled_again
-)  # fmt: skip
+OURS = {
+    "GOMP_SPINCOUNT": environment.SPINS,
+    "GLIBC_TUNABLES": environment.TUNABLES,
+    "VLLM_USE_AOT_COMPILE": "0",
+}
 
 
 @pytest.mark.parametrize(
-    ("prepare", "cores", "given", "added"),
+    ("cores", "given", "left_out"),
     [
-        (SPIN, 2, {}, {"GOMP_SPINCOUNT": environment.SPINS}),
-        (SPIN, 5, {}, {}),
-        (SPIN, 2, {"GOMP_SPINCOUNT": "7"}, {}),
-        (SPIN, 2, {"OMP_WAIT_POLICY": "active"}, {}),
-        *((GLIBC, 2, {name: "1"}, {}) for name in environment.MALLOC),
-        # Inductor stores what is compiled.
-        (AOT, 2, {}, {"VLLM_USE_AOT_COMPILE": "0"}),
-        (AOT, 2, {"VLLM_USE_AOT_COMPILE": "1"}, {}),
-        (AOT, 2, {"VLLM_FORCE_AOT_LOAD": "1"}, {}),
+        (2, {}, ""),
+        (5, {}, "GOMP_SPINCOUNT"),
+        *((2, {name: "7"}, "GOMP_SPINCOUNT") for name in environment.SPINNING),
+        *((2, {name: "1"}, "GLIBC_TUNABLES") for name in environment.MALLOC),
+        *((2, {name: "1"}, "VLLM_USE_AOT_COMPILE") for name in environment.AOT),
     ],
 )
 def test_what_the_user_has_set_wins(
-    prepare: Callable[[dict[str, str]], None],
-    cores: int,
-    given: dict[str, str],
-    added: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    cores: int, given: dict[str, str], left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     variables = dict(given)
-    prepare(variables)
-    assert variables == given | added
+    environment.set_defaults(variables)
+    assert variables == {name: OURS[name] for name in OURS if name != left_out} | given
 
 
 ALLOCATE = """
@@ -64,7 +57,7 @@ def test_a_process_started_with_it_keeps_what_is_freed() -> None:
     variables = dict(os.environ)
     for name in environment.MALLOC:
         variables.pop(name, None)
-    environment.allocate_by_glibc(variables)
+    environment.set_defaults(variables)
 
     def kept(env: dict[str, str]) -> int:
         """KiB that are resident after 16 MiB and 128 MiB were freed."""

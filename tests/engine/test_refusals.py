@@ -14,10 +14,10 @@ from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2, NAMED
 from h2o_vllm.engine.support.check import DEVICES, REFUSALS, check_supported
 from h2o_vllm.engine.support.drafts import WITH_KV, WITHOUT_KV
-from h2o_vllm.engine.support.page import PAGE, written
 from h2o_vllm.engine.support.refusal import Refusal
 from h2o_vllm.errors import ConfigError
 from tests.engine.scheduling import Rig
+from tests.engine.support_page import PAGE, written
 
 SPECULATIVE = {
     "method": "ngram",
@@ -151,4 +151,4 @@ def test_an_option_has_one_row_for_each_device() -> None:
 
 def test_the_page_has_the_rows() -> None:
     text = PAGE.read_text()
-    assert text == written(text), "run: python -m h2o_vllm.engine.support.page"
+    assert text == written(text), "run: python -m tests.engine.support_page"

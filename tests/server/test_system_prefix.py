@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.server.system_part import KINDS
 from h2o_vllm.server.system_prefix import (
+    KINDS,
     NEEDS,
     system_prefixes,
     vllm_render,

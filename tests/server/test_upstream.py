@@ -11,7 +11,7 @@ import pytest
 from h2o_vllm.server import engine_death
 from h2o_vllm.server.protocol import XARGS, _meant
 from h2o_vllm.server.routes import LIFTED, PREPARED, Rule, rule_for
-from h2o_vllm.server.system_part import RENDERED
+from h2o_vllm.server.system_prefix import RENDERED
 
 
 def literals(kind: Any) -> list[str]:

@@ -70,9 +70,7 @@ def prepare(*, eager: bool = False) -> str:
     Returns:
         What is missing for compiling, in words, or nothing.
     """
-    spin_briefly()
-    allocate_by_glibc()
-    find_compiled_again()
+    set_defaults()
     return switch_off_compiling(eager=eager)
 
 
@@ -84,23 +82,14 @@ def has_cpu_torch() -> bool:
         return False
 
 
-def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have OpenMP's threads spin for :data:`SPINS` rounds on few cores."""
-    few = len(os.sched_getaffinity(0)) <= FEW_CORES
-    if few and not any(name in environment for name in SPINNING):
-        environment["GOMP_SPINCOUNT"] = SPINS
-
-
-def allocate_by_glibc(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have glibc allocate by :data:`TUNABLES`."""
-    if not any(name in environment for name in MALLOC):
-        environment["GLIBC_TUNABLES"] = TUNABLES
-
-
-def find_compiled_again(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have vLLM leave what is compiled to Inductor's cache, see :data:`AOT`."""
-    if not any(name in environment for name in AOT):
-        environment["VLLM_USE_AOT_COMPILE"] = "0"
+def set_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set each variable for which the user has set none of the same purpose."""
+    wanted = [(MALLOC, "GLIBC_TUNABLES", TUNABLES), (AOT, "VLLM_USE_AOT_COMPILE", "0")]
+    if len(os.sched_getaffinity(0)) <= FEW_CORES:
+        wanted.append((SPINNING, "GOMP_SPINCOUNT", SPINS))
+    for alike, name, value in wanted:
+        if not any(one in environment for one in alike):
+            environment[name] = value
 
 
 def switch_off_compiling(*, eager: bool = False) -> str:

@@ -7,7 +7,6 @@
 ``everywhere``    rows for all devices
 ``devices``       rows for CPUs, rows for GPUs
 ``drafts``        speculative decoding and exact requests: what is served, rows for CPUs
-``page``          writes the rows into SUPPORT.md
 ``architectures`` the architectures that are refused by name, and the kinds with faults on CPUs
 ================= ===============================================================================
 """

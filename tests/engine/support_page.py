@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the refusals into SUPPORT.md: ``python -m h2o_vllm.engine.support.page``. A process of its own."""
+"""Writes the refusals into SUPPORT.md: ``python -m tests.engine.support_page``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from h2o_vllm.engine.support.check import REFUSALS
 
-PAGE = Path(__file__).parents[2] / "SUPPORT.md"
-BEGIN = "<!-- written by python -m h2o_vllm.engine.support.page -->"
+PAGE = Path(__file__).parents[2] / "h2o_vllm" / "SUPPORT.md"
+BEGIN = "<!-- written by python -m tests.engine.support_page -->"
 END = "<!-- end -->"
 
 _WHERE = {"all": "all", "cpu": "CPU", "cuda": "GPU"}

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
-from h2o_vllm.models.store import is_complete, prepared
+from h2o_vllm.models.store import prepared
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """The name under which the default model is served."""
@@ -44,7 +44,7 @@ def default_model_dir() -> Path:
             cache directory cannot be written (no permission, disk full).
     """
     directory = _directory(default_model_file())
-    if not is_complete(directory):
+    if not directory.is_dir():
         # S603: this Python.
         command = [sys.executable, "-m", "h2o_vllm.models", "--errors-to-stdout"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603

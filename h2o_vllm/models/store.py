@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -22,9 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from h2o_vllm.errors import ConfigError
-
-MANIFEST = "h2o_vllm.json"
-"""Names and sizes of the files; a directory that does not match it is made anew."""
 
 
 def prepared(directory: Path, convert: Callable[[Path], None]) -> Path:
@@ -38,13 +34,13 @@ def prepared(directory: Path, convert: Callable[[Path], None]) -> Path:
     Raises:
         ConfigError: the directory cannot be written; says where, why and what to do.
     """
-    if is_complete(directory):
+    if directory.is_dir():
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_name(directory.name + ".lock")):
             # Another process may have finished while we waited for the lock.
-            if not is_complete(directory):
+            if not directory.is_dir():
                 _fill(directory, convert)
     except OSError as error:
         raise ConfigError(_explain(directory, error)) from error
@@ -55,38 +51,21 @@ def _fill(directory: Path, convert: Callable[[Path], None]) -> None:
     part = directory.with_name(directory.name + ".part")
     started = time.monotonic()
     _say(f"preparing {directory.name}; once, usually less than 30 s ...")
-    # We hold the lock, so these can only be remains: of a killed conversion, or of a directory in which files
-    # were deleted.
-    _remove(part)
-    _remove(directory)
+    if part.exists():
+        # We hold the lock, so these can only be the remains of a killed conversion.
+        shutil.rmtree(part)
     try:
         part.mkdir()
         convert(part)
-        _seal(part)
+        # To disk: a rename may outlive the data in a crash.
+        for path in (*part.iterdir(), part):
+            _sync(path)
         part.rename(directory)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     _sync(directory.parent)
     _say(f"prepared {directory} in {time.monotonic() - started:.0f} s")
-
-
-def _seal(part: Path) -> None:
-    """Write the manifest, then force everything to disk: a rename may outlive the data in a crash."""
-    files = sorted(path for path in part.iterdir() if path.is_file())
-    manifest = part / MANIFEST
-    manifest.write_text(json.dumps({path.name: path.stat().st_size for path in files}, indent=2))
-    for path in (*files, manifest, part):
-        _sync(path)
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether the directory is there with all of its files."""
-    try:
-        sizes = json.loads((directory / MANIFEST).read_text())
-        return all((directory / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
 
 
 @contextmanager
@@ -99,11 +78,6 @@ def _locked(path: Path) -> Iterator[None]:
             _say(f"another process is preparing {path.stem}; waiting for it ...")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _remove(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
 
 
 def _sync(path: Path) -> None:

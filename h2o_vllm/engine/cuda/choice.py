@@ -51,12 +51,6 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
 }
 
 
-def _flash_version(head_size: int) -> int | None:
-    # As ``FlashAttentionImpl`` calls it. The last argument matters for head size 256 on 10.x.
-    version: int | None = get_flash_attn_version(head_size=head_size, supports_fa4_hd256=True)
-    return version
-
-
 def _why_not_flash(config: VllmConfig) -> str | None:
     """The reason why FlashAttention cannot serve, or ``None`` if it can."""
     model, capability = config.model_config, current_platform.get_device_capability()
@@ -67,7 +61,10 @@ def _why_not_flash(config: VllmConfig) -> str | None:
         H2OFlashBackend.supports_dtype(model.dtype) and H2OFlashBackend.supports_head_size(size)
     ):
         return f"FlashAttention does not take {model.dtype} or head size {size}"
-    version = _flash_version(size) if is_flash_attn_varlen_func_available() else None
+    version = None
+    if is_flash_attn_varlen_func_available():
+        # As ``FlashAttentionImpl`` calls it. The last argument matters for head size 256 on 10.x.
+        version = get_flash_attn_version(head_size=size, supports_fa4_hd256=True)
     if version not in FLASH_VERSIONS:
         known = ", ".join(map(str, FLASH_VERSIONS))
         return f"vLLM resolves to FlashAttention {version}, h2o_vllm knows {known}"

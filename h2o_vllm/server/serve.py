@@ -147,20 +147,16 @@ def _set_engine_args(
         flag = f"--{name.replace('_', '-')}"
         if name == "additional_config":
             # Every API server gets our stat logger, so the engine may send counts.
-            args.additional_config = _merged(given or {}, {**value, METRICS_KEY: True})
+            if CONFIG_KEY in (given or {}):
+                raise ConfigError(
+                    f"--additional-config has a key {CONFIG_KEY!r}, which h2o-serve fills in from "
+                    "--kv-budget and its like; use those options"
+                )
+            args.additional_config = {**(given or {}), **value, METRICS_KEY: True}
         elif given in (None, parser.get_default(name)):
             setattr(args, name, value)
         elif name not in OURS_BY_DEFAULT:
             raise ConfigError(f"{flag} {given}: h2o-serve has to set this to {value}; leave it out")
-
-
-def _merged(given: dict[str, object], ours: dict[str, object]) -> dict[str, object]:
-    if CONFIG_KEY in given:
-        raise ConfigError(
-            f"--additional-config has a key {CONFIG_KEY!r}, which h2o-serve fills in from "
-            "--kv-budget and its like; use those options"
-        )
-    return {**given, **ours}
 
 
 def _as_config_error(error: OSError, args: argparse.Namespace) -> Exception:

@@ -18,11 +18,11 @@ from h2o_vllm.config.request_fields import MAX_TRACE_TOKENS
 from h2o_vllm.config.settings import OPTIONS, REQUEST_FIELDS
 from h2o_vllm.models import default_model_dir
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.server.playground import page
+from h2o_vllm.server import playground
 from h2o_vllm.server.playground.pieces import pieces_of
 from tests.server.vllm_like import Engine, build, client_of, lifespan, post
 
-FILES = page.files()
+FILES = playground.files()
 TEXT = "Grüße, 世界! Two  blanks,\n\ta tab: 🙂👩‍👩‍👧 done."
 
 
@@ -66,7 +66,7 @@ async def test_every_file_is_served_under_a_policy_that_shuts_everybody_else_out
 
 @pytest.mark.asyncio
 async def test_only_files_of_the_page_are_served_and_none_without_the_option() -> None:
-    for path in ("/h2o/../access.py", "/h2o/%2e%2e/page.py", "/h2o/static/main.js"):
+    for path in ("/h2o/../access.py", "/h2o/%2e%2e/access.py", "/h2o/static/main.js"):
         assert (await get(served(), path)).status_code == 404
     for path in ("/h2o/", "/h2o/main.js"):
         assert (await get(served(on=False), path)).status_code == 404

@@ -39,7 +39,7 @@ SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120:
 _HOPPER = 90
 _FIRST_WITH_FP8 = 89
 _SHAPES = (
-    Shape(4, 128, 16, torch.bfloat16), Shape(8, 256, 64, torch.bfloat16),
+    Shape(4, 128, 16, torch.bfloat16), Shape(8, 256, 528, torch.bfloat16),
     Shape(4, 128, 16, torch.float8_e4m3fn), Shape(3, 64, 32, torch.float16),
     Shape(7, 80, 16, torch.bfloat16), Shape(1, 96, 128, torch.float32),
 )  # fmt: skip

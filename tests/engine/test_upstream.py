@@ -46,6 +46,7 @@ SIGNATURES: list[tuple[Callable[..., object], str]] = [
     (Worker.execute_model, "self scheduler_output"),
     (GPUModelRunner.initialize_kv_cache,
      "self kv_cache_config is_profiling kv_cache_allocation_context"),
+    (GPUModelRunner.prepare_attn, "self input_batch"),
     (BlockTables.append_block_ids, "self req_index new_block_ids overwrite"),
     (StagedWriteTensor.stage_write, "self index start x"),
     (cudagraph_utils.CudaGraphManager._init_candidates, "self"),

@@ -37,11 +37,12 @@ KERNELS = {
 STACK = {
     ("_add_prompt_scores", 120): 16,
     ("_add_prompt_scores", 80): 8, ("_add_prompt_scores", 89): 8, ("_add_prompt_scores", 100): 48,
-    ("_attend_prompts", 90): 16,
+    ("_attend_prompts", 90): 16, ("_select", 90): 16,
 }  # fmt: skip
 """Bytes per thread that forms of a kernel take with Triton 3.7.1, two registers to twelve; all others none.
-On sm_90 it is
-the form for chunks of heads that share slots, of a float32 cache."""
+On sm_90
+these are a form for chunks of heads that share slots, of a float32 cache, and the form for more than 4,096
+candidates in blocks that are no power of two."""
 
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64
 """What one processor of Hopper has."""

@@ -23,7 +23,7 @@ from loadtest.kernels.forms import Shape, launches
 
 KV_HEADS, LAYERS, MAX_ROWS, MAX_TOKENS = 2, 2, 300, 1000
 SHAPES = [
-    Shape(4, 128, 16, torch.bfloat16), Shape(3, 64, 32, torch.float16), Shape(7, 80, 64, torch.bfloat16),
+    Shape(4, 128, 16, torch.bfloat16), Shape(3, 64, 32, torch.float16), Shape(7, 80, 528, torch.bfloat16),
     Shape(1, 96, 128, torch.float32), Shape(4, 128, 16, torch.float8_e4m3fn),
 ]  # fmt: skip
 
@@ -189,7 +189,8 @@ def test_serving_reaches_the_forms_that_were_warmed_up_and_no_other(
         for form, launch in served.items()
         if form.kernel == "_select" and not launch.constant("SHARES")
     }
-    assert selects == {(1024, True), (4096, True), (4096, False)}
+    small = set() if shape.block_size > 512 else {(1024, True)}
+    assert selects == small | {(4096, True), (4096, False)}
 
 
 def test_what_triton_compiles_anew_is_another_form() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,25 @@ def captured_variants(manager: CudaGraphManager) -> dict[Variant, int]:
 
 
 class H2OModelRunner(GPUModelRunner):
-    """Model runner V2 with our graph manager. The worker's ``_make_model_runner`` (0.32) creates it."""
+    """Model runner V2 with our graph manager, which also says which requests the rows of a batch are.
+
+    The worker's ``_make_model_runner`` (0.32) creates it.
+    """
 
     cudagraph_manager: Any
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self.step_variant = StepVariant(captured=variants_of(config_of(vllm_config)))
         super().__init__(vllm_config, *args, **kwargs)
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        """As the base class, which calls it once per batch, before the metadata is built.
+
+        Of vLLM's model states only the default one passes ``req_idx``; those of hybrids, of models and of
+        plugins do not (0.32, 0.33). Remove this when all of them do.
+        """
+        self.step_variant.slots = input_batch.idx_mapping_np
+        return super().prepare_attn(input_batch)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As the base class, also when it profiles memory: so it counts the graphs of all variants."""

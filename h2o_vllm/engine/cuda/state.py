@@ -36,7 +36,7 @@ class CudaState(WorkerState):
     Attributes:
         kv_layers: the same KV, for the kernels that move it.
         workspace: memory and plan of the decode kernel.
-        step_variant: the variant of the step, which selects the CUDA graph.
+        step_variant: the slots of the step's requests, and its variant, which selects the CUDA graph.
         request_slots: request id -> slot of the runner's request table; the runner's own mapping.
         policies: eviction parameters by slot.
         lanes: owners of the lanes of heavy blocks, on the device; ``None``: heads cannot share slots.
@@ -61,6 +61,7 @@ class CudaState(WorkerState):
 
     def start(self, plan: StepPlan) -> None:
         """As the base class."""
+        self.step_variant.slots = None
         self.policies.start(plan.policies)
         self._sharing.update(one for one, params in plan.policies.items() if params.shares_heads)
 
@@ -84,17 +85,18 @@ class CudaState(WorkerState):
         """The rows of this batch, or ``None`` if no row evicts. Also sets the step's variant.
 
         Raises:
-            AccountingError: some request evicts, and vLLM does not say which requests the rows are.
+            AccountingError: some request evicts, and the runner does not say which requests the rows are, or
+                vLLM says otherwise.
         """
-        rows = None
-        if self.in_step and common.req_idx is None and self.policies.any_evicts:
-            raise AccountingError(
-                "vLLM did not say which requests are in the batch, of which some evict: attention would "
-                "read their freed blocks"
-            )
-        if self.in_step and common.req_idx is not None:
+        rows, slots, told = None, self.step_variant.slots, common.req_idx
+        if self.in_step and self.policies.any_evicts:
+            if slots is None or (told is not None and not np.array_equal(told, slots)):
+                raise AccountingError(
+                    "vLLM's model runner did not say which requests are in the batch, of which some evict: "
+                    "attention would read their freed blocks. A runner's prepare_attn has to call ours"
+                )
             self.policies.place(self.request_slots)
-            evicts = self.policies.evicts(common.req_idx)
+            evicts = self.policies.evicts(slots)
             if evicts is not None:
                 assert common.seq_lens_cpu_upper_bound is not None
                 # Exact, as speculative decoding is refused.
@@ -103,20 +105,25 @@ class CudaState(WorkerState):
                     evicts,
                     common.query_start_loc_cpu.numpy(),
                     seq_lens,
-                    self.policies.first_scored(common.req_idx),
-                    self.policies.late_from(common.req_idx),
+                    self.policies.first_scored(slots),
+                    self.policies.late_from(slots),
                 )
         shares = rows is not None and self.shared_blocks(common) is not None
         self.step_variant.current = variant_of(rows, self.step_variant.captured, shares=shares)
         return rows
 
+    @property
+    def _slots(self) -> NDArray[np.intp]:
+        slots = self.step_variant.slots
+        assert slots is not None, "rows() was asked first"
+        return slots
+
     def shared_blocks(self, common: CommonAttentionMetadata) -> NDArray[np.int32] | None:
         """Number of blocks with shared slots of each row, [B]; ``None`` if no row has any."""
         if not self._heavy_blocks:
             return None
-        assert common.req_idx is not None
         shared = np.zeros(common.num_reqs, dtype=np.int32)
-        shared[: len(common.req_idx)] = self.policies.shared(common.req_idx)
+        shared[: len(self._slots)] = self.policies.shared(self._slots)
         return shared if shared.any() else None
 
     def lane_rows(
@@ -126,8 +133,7 @@ class CudaState(WorkerState):
         rows = np.zeros((common.num_reqs, 3), dtype=np.int32)
         rows[:, 0] = -1
         sharing = np.flatnonzero(shared)
-        assert common.req_idx is not None
-        slots = common.req_idx[sharing]
+        slots = self._slots[sharing]
         pinned = self.policies.pinned(slots) // self.block_size
         rows[sharing] = np.stack([slots, pinned, shared[sharing]], axis=1)
         return rows
@@ -140,16 +146,15 @@ class CudaState(WorkerState):
 
     def live_lens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
         """Live length of each row, on the host, [B], int32; of a row that does not evict its length."""
-        assert common.req_idx is not None and common.seq_lens_cpu_upper_bound is not None
+        assert common.seq_lens_cpu_upper_bound is not None
         live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
-        live[: len(common.req_idx)] -= self.policies.holes(common.req_idx) * self.block_size
+        live[: len(self._slots)] -= self.policies.holes(self._slots) * self.block_size
         return live
 
     def pinned_tokens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
         """Tokens in pinned blocks of each row, [B], int32; 0 for padding and for rows that do not evict."""
-        assert common.req_idx is not None
         pinned = np.zeros(common.num_reqs, dtype=np.int32)
-        pinned[: len(common.req_idx)] = self.policies.pinned(common.req_idx)
+        pinned[: len(self._slots)] = self.policies.pinned(self._slots)
         return pinned
 
     def split_scores(

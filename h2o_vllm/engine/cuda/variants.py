@@ -113,14 +113,16 @@ def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArra
 
 @dataclass
 class StepVariant:
-    """The variant of the step: the metadata builder sets it, the graph manager reads it.
+    """What the runner, the metadata builder and the graph manager tell each other of a step.
 
     Attributes:
-        current: the variant of the batch whose metadata was built last.
+        slots: of the batch's requests in the runner's request table, [B] without padding; the runner sets it
+            anew in each step. current: the variant of the batch whose metadata was built last.
         capturing: the variant for which a CUDA graph is being captured, or ``None``.
         captured: the variants that have graphs.
     """
 
+    slots: NDArray[np.intp] | None = None
     current: Variant = Variant.STOCK
     capturing: Variant | None = None
     captured: tuple[Variant, ...] = tuple(Variant)

@@ -209,14 +209,6 @@ ON_CUDA = (
     ),
     Refusal(
         "cuda",
-        "hybrid models",
-        "vLLM does not pass the requests of a batch to attention",
-        lambda config: config.model_config.is_hybrid,
-        {"model_config.is_hybrid": True},
-        STOCK,
-    ),
-    Refusal(
-        "cuda",
         "--enable-dbo",
         "parts of a batch attend at once, and our decode kernel has one workspace",
         lambda config: config.parallel_config.use_ubatching,

@@ -71,7 +71,8 @@ def warm_up(
     packed = torch.zeros(1, 5, dtype=torch.int32, device=device)
     # As many candidates as each chunk holds, then one block more than the largest holds.
     for candidates in (*CHUNKS, CHUNKS[-1] + block_size):
-        heavy = candidates // block_size - 1
+        # A large block of both kinds holds more candidates than the smaller chunks.
+        heavy = max(1, candidates // block_size - 1)
         compact(layers, scores, Evictions(packed[:, 4:], packed[:, :3], heavy, 1))
     if lanes is not None:
         attend_shared_prompts(

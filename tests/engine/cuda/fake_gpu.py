@@ -109,8 +109,9 @@ class FakeGPU:
             ).transpose(1, 2)
             for _ in layers
         ]
-        self.runner = FakeRunner(self, 16, 64)
-        table = self.runner.block_tables.input_block_tables[0]
+        self.group = len(rig.scheduler.kv_cache_config.kv_cache_groups) - 1
+        self.runner = FakeRunner(self, 16, 64, self.group + 1)
+        table = self.runner.block_tables.input_block_tables[self.group]
         with set_current_vllm_config(rig.config):
             names = [f"layer{layers.start + i}" for i in range(len(layers) + readers)]
             self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
@@ -134,6 +135,7 @@ class FakeGPU:
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
         variants = StepVariant(captured=variants_of(ours))
         self.state = self._state(num_blocks, table.shape[0], variants)
+        self.runner.step_variant = variants
         with launches(run=True) as bound:
             self.builder.bind(self.state, table)
         # Noted, not run: it would change nothing.
@@ -165,7 +167,7 @@ class FakeGPU:
                 sharing_layers=layers,
             ),
             lanes=kernels.LaneTables.empty(layers, num_blocks, heads, rows, rows, "cpu"),
-            kv_cache_group=0,
+            kv_cache_group=self.group,
             first_head=head_number(self.layers.start, self.kv_heads.start),
             step_variant=variants,
             request_slots=self.runner.req_states.req_id_to_index,
@@ -212,7 +214,7 @@ class FakeGPU:
             num_actual_tokens=size,
             max_query_len=1,
             max_seq_len=4096,
-            block_table_tensor=self.runner.block_tables.input_block_tables[0][:size],
+            block_table_tensor=self.runner.block_tables.input_block_tables[self.group][:size],
             slot_mapping=self.runner.slot_mapping[:size],
             req_idx=np.arange(size),
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from h2o_vllm.engine.cuda.graphs import H2OModelRunner
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.variants import Variant
 
@@ -58,22 +59,28 @@ class Served(Protocol):
         """All layers, for tokens given as (request, position)."""
 
 
-class FakeRunner:
-    """The part of model runner V2 between the scheduler's output and the attention layers."""
+class FakeRunner(H2OModelRunner):
+    """The part of model runner V2 between the scheduler's output and the attention layers.
 
-    def __init__(self, gpu: Served, num_slots: int, width: int) -> None:
+    ``groups``: of layers, each with tables of its own; ours is the last one.
+    """
+
+    def __init__(self, gpu: Served, num_slots: int, width: int, groups: int) -> None:
         self.gpu = gpu
-        self.req_states = SimpleNamespace(req_id_to_index={})
+        self.req_states: Any = SimpleNamespace(req_id_to_index={})
         self.free_slots = list(range(num_slots))
-        self.table = StagedTable(num_slots, width)
-        self.num_blocks = np.zeros(num_slots, dtype=np.int32)
-        self.block_tables = SimpleNamespace(
-            block_tables=[self.table],
-            input_block_tables=[torch.zeros(num_slots, width, dtype=torch.int32)],
+        self.tables = [StagedTable(num_slots, width) for _ in range(groups)]
+        self.num_blocks = np.zeros((groups, num_slots), dtype=np.int32)
+        self.pcp_manager = None
+        self.block_tables: Any = SimpleNamespace(
+            block_tables=self.tables,
+            input_block_tables=[torch.zeros(num_slots, width, dtype=torch.int32)] * groups,
+            gather_block_tables=self._gather,
+            compute_slot_mappings=self._map_slots,
         )
         self.starts = torch.zeros(num_slots + 1, dtype=torch.int32)
         self.seq_lens = torch.zeros(num_slots, dtype=torch.int32)
-        self.slot_mapping = torch.full((512,), -1, dtype=torch.int64)
+        self.slot_mapping = torch.full((4096,), -1, dtype=torch.int64)
 
     def execute_model(self, output: Any) -> None:
         slots = self.req_states.req_id_to_index
@@ -83,8 +90,8 @@ class FakeRunner:
         computed = {}
         for new in output.scheduled_new_reqs:
             slots[new.req_id] = slot = self.free_slots.pop()
-            self.num_blocks[slot] = 0
-            self._append(slot, new.block_ids[0])
+            self.num_blocks[:, slot] = 0
+            self._append(slot, new.block_ids)
             computed[new.req_id] = new.num_computed_tokens
         old = output.scheduled_cached_reqs
         assert not old.resumed_req_ids, "model runner V2 gets resumed requests as new ones"
@@ -93,14 +100,16 @@ class FakeRunner:
         ):
             computed[request_id] = done
             if new_ids is not None:
-                self._append(slots[request_id], new_ids[0])
-        self.table.apply_write()
+                self._append(slots[request_id], new_ids)
+        for table in self.tables:
+            table.apply_write()
         if output.num_scheduled_tokens:
             self._forward(output.num_scheduled_tokens, computed)
 
-    def _append(self, slot: int, ids: list[int]) -> None:
-        self.table.stage_write(slot, int(self.num_blocks[slot]), ids)
-        self.num_blocks[slot] += len(ids)
+    def _append(self, slot: int, of_groups: tuple[list[int], ...]) -> None:
+        for table, counts, ids in zip(self.tables, self.num_blocks, of_groups, strict=True):
+            table.stage_write(slot, int(counts[slot]), ids)
+            counts[slot] += len(ids)
 
     def _forward(self, scheduled: dict[str, int], computed: dict[str, int]) -> None:
         # Decodes first, as vLLM sorts them; else in an order that has nothing to do with slots.
@@ -119,7 +128,6 @@ class FakeRunner:
     def _common(
         self, ids: list[str], query_lens: np.ndarray, computed: dict[str, int], rows: int
     ) -> CommonAttentionMetadata:
-        block_size, table = self.gpu.block_size, self.block_tables.input_block_tables[0]
         slots = np.array([self.req_states.req_id_to_index[one] for one in ids])
         num_tokens = int(query_lens.sum())
         starts = np.full(rows + 1, num_tokens, dtype=np.int32)
@@ -128,21 +136,14 @@ class FakeRunner:
         lens[: len(ids)] = [
             computed[one] + n for one, n in zip(ids, query_lens.tolist(), strict=True)
         ]
-        # The runner copies a row's used part only: what lies behind it is stale.
-        for row, slot in enumerate(slots):
-            used = self.num_blocks[slot]
-            table[row, :used] = self.table.gpu[slot, :used]
-        table[len(ids) : rows] = 0
         self.starts[: rows + 1] = torch.from_numpy(starts)
         self.seq_lens[:rows] = torch.from_numpy(lens)
-        self.slot_mapping.fill_(-1)
-        for row, slot in enumerate(slots):
-            positions = torch.arange(lens[row] - query_lens[row], lens[row])
-            block = self.table.gpu[slot, positions // block_size].long()
-            assert int(block.min()) > 0
-            place = slice(starts[row], starts[row + 1])
-            self.slot_mapping[place] = block * block_size + positions % block_size
         padded = max(num_tokens, rows if num_tokens == len(ids) else 0)
+        batch: Any = SimpleNamespace(
+            idx_mapping=slots, idx_mapping_np=slots, num_reqs_after_padding=rows,
+            query_start_loc=starts, positions=lens[: len(ids)] - query_lens, num_tokens_after_padding=padded,
+        )  # fmt: skip
+        tables, mappings = self.prepare_attn(batch)
         return CommonAttentionMetadata(
             query_start_loc=self.starts[: rows + 1],
             query_start_loc_cpu=torch.from_numpy(starts),
@@ -151,8 +152,29 @@ class FakeRunner:
             num_actual_tokens=padded,
             max_query_len=int(query_lens.max()),
             max_seq_len=int(lens.max()),
-            block_table_tensor=table[:rows],
-            slot_mapping=self.slot_mapping[:padded],
+            block_table_tensor=tables[-1],
+            slot_mapping=mappings[-1],
             seq_lens_cpu_upper_bound=torch.from_numpy(lens),
-            req_idx=slots,
         )
+
+    def _gather(self, slots: np.ndarray, num_reqs_padded: int) -> list[Tensor]:
+        """A row's used part only: what lies behind it is stale. Here, as below, of our group alone."""
+        table = self.block_tables.input_block_tables[-1]
+        for row, slot in enumerate(slots):
+            used = self.num_blocks[-1, slot]
+            table[row, :used] = self.tables[-1].gpu[slot, :used]
+        table[len(slots) : num_reqs_padded] = 0
+        return [table[:num_reqs_padded]]
+
+    def _map_slots(
+        self, slots: np.ndarray, starts: np.ndarray, firsts: np.ndarray, num_tokens_padded: int
+    ) -> list[Tensor]:
+        block_size = self.gpu.block_size
+        self.slot_mapping.fill_(-1)
+        for row, slot in enumerate(slots):
+            place = slice(starts[row], starts[row + 1])
+            positions = firsts[row] + torch.arange(place.stop - place.start)
+            block = self.tables[-1].gpu[slot, positions // block_size].long()
+            assert int(block.min()) > 0
+            self.slot_mapping[place] = block * block_size + positions % block_size
+        return [self.slot_mapping[:num_tokens_padded]]

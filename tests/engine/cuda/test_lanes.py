@@ -82,22 +82,17 @@ def is_uneven(gpu: FakeGPU, name: str) -> bool:
 def shared_chunks(rig: Rig, gpu: FakeGPU) -> set[str]:
     """Fills with where chunks came from whose heads share slots: from a prompt, or from an answer."""
     found: set[str] = set()
-    batches: list[Any] = []
-    build, stock = gpu.builder.build, gpu.builder._shared
-
-    def building(prefix: int, common: Any, fast_build: bool = False) -> Any:
-        batches.append(common)
-        return build(prefix, common, fast_build)
+    stock = gpu.builder._shared
 
     def shared(live: Any, rows: Any, blocks: Any) -> Any:
         for row in ((blocks > 0) & (rows.query_lens > 1)).nonzero()[0]:
             names = {slot: name for name, slot in gpu.state.request_slots.items()}
-            request = rig.scheduler.requests[names[batches[-1].req_idx[row]]]
+            request = rig.scheduler.requests[names[gpu.state._slots[row]]]
             inside = rows.seq_lens[row] <= request.num_prompt_tokens
             found.add("prompt" if inside else "answer")
         return stock(live, rows, blocks)
 
-    gpu.builder.build, gpu.builder._shared = building, shared
+    gpu.builder._shared = shared
     return found
 
 

@@ -49,7 +49,7 @@ def run(model_dir: str, workers: list[dict[str, Any]], asked: dict[str, Any]) ->
             for gpu in (whole, *parts):
                 gpu.worker.execute_model(plan)
             for part in parts:
-                assert torch.equal(part.runner.table.gpu, whole.runner.table.gpu)
+                assert torch.equal(part.runner.tables[0].gpu, whole.runner.tables[0].gpu)
         assert {one.request_id for one in rig.evictions} == {"one", "three"}
         for part in parts:
             own = slice(part.layers.start, part.layers.stop)

@@ -10,15 +10,19 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backends import flash_attn
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from h2o_vllm.engine.cuda.graphs import H2OModelRunner
 from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.errors import AccountingError
 from tests.engine.cuda.fake_gpu import check_outputs, fake_gpu
 from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SCALE, SIZE, module_of, qkv
+from tests.engine.scheduling import STATES
 from tests.reference.h2o import Reference
 
 FLOOR = 32
@@ -55,13 +59,20 @@ def reference_outputs(
     return outputs, reference
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["unknown", "others"])
 def test_a_batch_of_unknown_requests_is_not_run_once_any_evicts(
-    model_dir: str, monkeypatch: pytest.MonkeyPatch
+    model_dir: str, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """vLLM's model state for hybrids, for example, does not say which requests its rows are."""
+    """As if a plugin's runner had a ``prepare_attn`` of its own, or vLLM had reordered the rows since."""
     with fake_gpu(model_dir, 40, kv_min_tokens=FLOOR) as (rig, gpu):
-        told = gpu.runner._common
-        monkeypatch.setattr(gpu.runner, "_common", lambda *a: replace(told(*a), req_idx=None))
+        common = gpu.runner._common
+        if told:
+            others = np.arange(8)[::-1]
+            monkeypatch.setattr(
+                gpu.runner, "_common", lambda *a: replace(common(*a), req_idx=others)
+            )
+        else:
+            monkeypatch.setattr(H2OModelRunner, "prepare_attn", GPUModelRunner.prepare_attn)
         rig.add("stock", [1] * 60, None, max_tokens=8)
         for _ in range(2):
             gpu.worker.execute_model(rig.step())
@@ -71,34 +82,53 @@ def test_a_batch_of_unknown_requests_is_not_run_once_any_evicts(
 
 
 @pytest.mark.parametrize(
-    ("base", "softcap", "with_sinks", "readers"),
+    ("base", "softcap", "with_sinks", "readers", "block_size"),
     [
-        pytest.param("flash", 0.0, False, 0, id="plain"),
-        pytest.param("flash", 4.0, True, 0, id="cap-and-sinks"),
-        pytest.param("triton", 4.0, False, 0, id="cap"),
-        pytest.param("triton", 0.0, True, 0, id="sinks"),
-        pytest.param("flash", 0.0, False, 2, id="read-by-others"),
+        pytest.param("flash", 0.0, False, 0, 16, id="plain"),
+        pytest.param("flash", 4.0, True, 0, 16, id="cap-and-sinks"),
+        pytest.param("triton", 4.0, False, 0, 16, id="cap"),
+        pytest.param("triton", 0.0, True, 0, 16, id="sinks"),
+        pytest.param("flash", 0.0, False, 2, 16, id="read-by-others"),
+        pytest.param("flash", 0.0, False, 0, 528, id="beside-states"),
     ],
 )
 def test_scores_and_kept_tokens_equal_an_independent_h2o(
-    model_dir: str, base: str, softcap: float, with_sinks: bool, readers: int
+    model_dir: str, base: str, softcap: float, with_sinks: bool, readers: int, block_size: int
 ) -> None:
-    """``readers``: layers that read the KV of the last one; a key's score is the attention of all."""
+    """``readers``: layers that read the KV of the last one; a key's score is the attention of all.
+
+    ``block_size``: beside layers that keep a state blocks are large, and no power of two.
+    """
     sinks = torch.linspace(1.0, 6.0, HEADS) if with_sinks else None
+    large = block_size > 16
+    prompt, end = (1590, 1600) if large else (130, 185)
+    beside = {
+        "beside": [replace(STATES, block_size=block_size)],
+        "block_size": block_size,
+        "max_num_batched_tokens": 4 * block_size,
+    }
     with fake_gpu(
         model_dir, 40, base, softcap=softcap, sinks=sinks, kv_min_tokens=FLOOR, caching=False,
-        readers=readers,
+        readers=readers, **beside if large else {},
     ) as (rig, gpu):  # fmt: skip
-        rig.add("one", [1] * 130, {"kv_budget": 0.4}, max_tokens=60)
+        rig.add("one", [1] * prompt, {"kv_budget": 0.4}, max_tokens=60)
         while rig.scheduler.requests:
             output = rig.step()
             live = [b.block_id for b in rig.blocks.req_to_blocks.get("one", []) if not b.is_null]
             gpu.worker.execute_model(output)
             request = rig.scheduler.requests.get("one")
-            if request is not None and request.num_computed_tokens == 185:
+            if request is not None and request.num_computed_tokens == end:
                 break
         expected, reference = reference_outputs(
-            "one", 130, 185, 0.4, 0.5, rig.block_size, softcap=softcap, sinks=sinks, readers=readers
+            "one",
+            prompt,
+            end,
+            0.4,
+            0.5,
+            rig.block_size,
+            softcap=softcap,
+            sinks=sinks,
+            readers=readers,
         )
         check_outputs(gpu, "one", expected)
         held = rig.blocks.eviction_state("one").report()["tokens_held"]
@@ -118,7 +148,7 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(
                 torch.testing.assert_close(
                     scores[:, head], cache.scores[0, head][position], rtol=1e-4, atol=1e-5
                 )
-        assert HEADS % KV_HEADS == 0
+        assert rig.evictions and rig.evictions[0].heavy_blocks
         assert gpu.state.layers_captured(Variant.MIXED) == LAYERS + readers
         assert gpu.replays[Variant.SCORED]
 

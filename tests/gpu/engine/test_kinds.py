@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1 and 3 on a GPU for other softmaxes, sliding windows, KV that layers share, and LoRA adapters."""
+"""Laws 1 and 3 on a GPU for other softmaxes, windows and states, KV that layers share, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -23,20 +23,34 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"head_dim": 64},
     "gemma4-e": {"head_dim": 64, "global_head_dim": 128},
 }
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "granite-4-h": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3-next": {"head_dim": 64},
+}
+"""Models with states, of the kernels' smallest head size."""
+SIZES |= HYBRIDS
 LENGTHS = (90, 300, 650)
+JOBS = ["graphs", "eager"] if REHEARSED else ["float32", "graphs"]
 
 
-@pytest.fixture(params=["bfloat16"] if REHEARSED else ["float32", "bfloat16"])
+@pytest.fixture(params=JOBS)
 def job(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> dict[str, Any]:
     """In float32 sinks and caps go through vLLM's Triton kernels; in bf16 through FlashAttention."""
+    if request.param == "eager" and name not in HYBRIDS:
+        pytest.skip("the other tests of this folder rehearse it")
     save_random_model(name, str(tmp_path), **SIZES[name])
-    # vLLM compiles its Triton kernels, and that of experts, for each new number of tokens, stock or not.
-    strict = request.param == "bfloat16" and name != "gpt-oss"
+    # vLLM compiles its Triton kernels for each new number of tokens, stock or not: those of attention in
+    # float32, those of experts and states.
+    strict = request.param != "float32" and name not in ("gpt-oss", *HYBRIDS)
     # Inductor chooses by time how it adds up, in each engine anew: in 16 bits it is left out.
-    mode = MODES["default" if request.param == "float32" else "decode-graphs"]
+    mode = MODES[{"float32": "default", "graphs": "decode-graphs"}.get(request.param, "eager")]
     options = {
-        **ENGINE, **mode, "skip_tokenizer_init": True, "dtype": request.param,
+        **ENGINE, **mode, "skip_tokenizer_init": True,
+        "dtype": "float32" if request.param == "float32" else "bfloat16",
         "jit_monitor_mode": "error" if strict else "warn",
+        # On Hopper the default of gated delta networks is FlashInfer, which a bare host lacks.
+        "gdn_prefill_backend": "triton",
     }  # fmt: skip
     prompts = [random_prompt(length) for length in LENGTHS]
     return {
@@ -46,7 +60,7 @@ def job(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_law1_of_other_kinds_beside_windows(job: dict[str, Any], name: str) -> None:
+def test_law1_of_other_kinds_of_layers(job: dict[str, Any], name: str) -> None:
     """Beside others that evict, batches would round otherwise."""
     if name == "gemma4-e" and find_spec("cutlass") is None:
         pytest.skip(
@@ -58,7 +72,7 @@ def test_law1_of_other_kinds_beside_windows(job: dict[str, Any], name: str) -> N
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_other_kinds_evict_beside_windows(job: dict[str, Any]) -> None:
+def test_other_kinds_of_layers_evict(job: dict[str, Any]) -> None:
     asked = [None, {"kv_budget": 1.0}, {"kv_budget": 0.2}]
     ours = run_engine(**job, h2o={"kv_min_tokens": FLOOR}, asked=asked)
     assert [len(one["tokens"]) for one in ours] == [60] * 3

@@ -28,7 +28,7 @@ LATER = Compaction([6, 10], [8], [8], 1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("kv_heads", "size", "block_size", "layout"),
-    [(2, 16, 16, "NHD"), (3, 24, 4, "HND"), (5, 16, 8, "NHD")],
+    [(2, 16, 12, "NHD"), (3, 24, 4, "HND"), (5, 16, 8, "NHD")],
 )
 def test_compaction_equals_the_rule(
     kv_heads: int, size: int, block_size: int, layout: str, dtype: str

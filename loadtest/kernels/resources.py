@@ -40,7 +40,7 @@ _HOPPER = 90
 _FIRST_WITH_FP8 = 89
 _SHAPES = (
     Shape(4, 128, 16, torch.bfloat16), Shape(8, 256, 528, torch.bfloat16),
-    Shape(4, 128, 16, torch.float8_e4m3fn), Shape(3, 64, 32, torch.float16),
+    Shape(4, 128, 16, torch.float8_e4m3fn), Shape(32, 128, 32, torch.float16),
     Shape(7, 80, 16, torch.bfloat16), Shape(1, 96, 128, torch.float32),
 )  # fmt: skip
 _EVERYWHERE = 2

@@ -34,7 +34,7 @@ GOOD = torch.zeros(1, 4, 2, 16)
         ([cache(block_size=24)], torch.zeros(1, 4, 2, 24), 6, "multiples of 16, up to 8192, got 24"),
         ([cache(block_size=8208)], torch.zeros(1, 4, 2, 8208), 6, "got 8208"),
         ([cache()], GOOD, 5, "got 5 query heads and 2 kv heads"),
-        ([cache()], GOOD, 34, "1 to 16 query heads"),
+        ([cache()], GOOD, 66, "1 to 32 query heads"),
         ([cache(), cache(blocks=5)], torch.zeros(2, 4, 2, 16), 6, "one shape"),
         ([cache(), cache().mT.contiguous().mT], torch.zeros(2, 4, 2, 16), 6, "one layout"),
         ([cache()], torch.zeros(2, 4, 2, 16), 6, "scores must be"),

@@ -109,7 +109,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             sharing_layers=layers,
         )
         lanes = kernels.LaneTables.empty(layers, blocks, spec.num_kv_heads, rows, rows, "meta")
-        held = workspace.nbytes + lanes.nbytes
+        # The tables and lengths of the metadata builder: 33 MB at 1,024 requests of 128K tokens.
+        tables = 4 * rows * (-(-self.model_config.max_model_len // spec.block_size) + 8)
+        held = workspace.nbytes + lanes.nbytes + tables
         held += len(ours) * self._calibration_bytes(spec.num_kv_heads, spec.head_size)
         return (
             int(held)

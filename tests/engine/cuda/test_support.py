@@ -164,6 +164,11 @@ def test_the_workspace_is_for_all_blocks_beside_other_groups(groups: int) -> Non
     alone = worker._workspace_bytes(1 << 32, [ours] * 6)
     assert worker._workspace_bytes(1 << 32, specs) == alone
     assert worker._workspace_bytes(1 << 33, specs) > alone
+    # The builder has a block table for each request.
+    worker.model_config.max_model_len = 1 << 20
+    longer = worker._workspace_bytes(1 << 32, specs)
+    worker.scheduler_config.max_num_seqs += 1024
+    assert worker._workspace_bytes(1 << 32, specs) > longer + 1024 * 4 * (1 << 20) // 16
 
 
 @pytest.mark.parametrize(("kv_heads", "longest"), [(2, 8192), (8, 131_072), (32, 131_072)])

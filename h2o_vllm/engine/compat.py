@@ -80,7 +80,8 @@ class LimitingScheduler(AsyncScheduler):
         if self.scheduler_config.async_scheduling:
             super()._update_after_schedule(scheduler_output)
             return
-        if self.num_spec_tokens:
+        # The ids of model runner V2's drafts stay on the device: the scheduler sees -1 for real ones as well.
+        if self.num_spec_tokens and not self.use_v2_model_runner:
             _drop_padding(scheduler_output)
         super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
 

@@ -56,6 +56,18 @@ def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str) -> Non
     assert rig.report("two")["tokens_drafted"] == 0
 
 
+def test_drafts_whose_tokens_stay_on_a_gpu_are_no_padding(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(model_dir, 60, drafts=2)
+    rig.scheduler.use_v2_model_runner = True
+    unseen = DraftTokenIds(["one"], [[-1, -1]])
+    monkeypatch.setattr(rig, "_draft", lambda: rig.scheduler.update_draft_token_ids(unseen))
+    rig.add("one", PROMPT, max_tokens=9)
+    rig.run()
+    assert rig.drafted == rig.reports["one"]["0"]["tokens_drafted"] > 0
+
+
 def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None:
     """Else an answer that just fits would be preempted for its last drafts, and begun anew for ever."""
     asked = {"kv_budget": 1.0, "kv_prefill_tokens": 0}

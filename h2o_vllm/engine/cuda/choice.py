@@ -9,6 +9,8 @@ GPU                        vLLM's own choice      ours
 10.x, head size 256        FlashInfer             Triton
 float32, older than 8.0    Triton                 Triton
 fp8 KV on 8.9, 12.x        FlashInfer             Triton
+sinks on 8.x, 12.x         Triton                 Triton
+sinks on 10.x              FlashInfer             Triton
 ========================== ====================== ==========================================
 
 None of ours is built on FlashInfer: as vLLM calls it, it does not return the log-sum-exp that scores need.
@@ -36,6 +38,7 @@ from vllm.v1.attention.backends.registry import register_backend as vllm_registe
 from h2o_vllm.engine.cuda.backends import FLASH_VERSIONS, H2OFlashBackend, H2OTritonBackend
 from h2o_vllm.engine.cuda.variants import variants_of
 from h2o_vllm.engine.support.check import config_of
+from h2o_vllm.engine.support.refusal import is_one_of
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ _BACKENDS: dict[str, type[AttentionBackend]] = {
     "flash_attn": H2OFlashBackend,
     "triton_attn": H2OTritonBackend,
 }
+SINKS = ("GptOssForCausalLM",)
+"""Architectures with attention sinks where attention is full: their configuration does not show it."""
 
 
 def _why_not_flash(config: VllmConfig) -> str | None:
@@ -78,7 +83,8 @@ def _why_not_flash(config: VllmConfig) -> str | None:
             "FlashAttention 4's kernel for head size 256 needs blocks of 128 tokens and block tables "
             "of its own (attention_config's flash_attn_version 2 chooses FlashAttention 2)"
         )
-    return None
+    sinks = version != 3 and is_one_of(config, SINKS)
+    return f"FlashAttention {version} is not tested with attention sinks" if sinks else None
 
 
 def choose_backend(config: VllmConfig) -> type[AttentionBackend]:

@@ -52,10 +52,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(dtype: torch.dtype | str = torch.bfloat16, head_size: int = 128) -> Any:
-    """``dtype``: the model's, or "fp8": of KV alone."""
-    kv = dtype if isinstance(dtype, str) else "auto"
-    model_dtype = torch.bfloat16 if isinstance(dtype, str) else dtype
-    model = SimpleNamespace(get_head_size=lambda: head_size, dtype=model_dtype)
+    """``dtype``: the model's, or "fp8": of KV alone; "sinks": of a bfloat16 model with sinks."""
+    kv = "fp8" if dtype == "fp8" else "auto"
+    model = SimpleNamespace(
+        get_head_size=lambda: head_size,
+        dtype=torch.bfloat16 if isinstance(dtype, str) else dtype,
+        architectures=["GptOssForCausalLM" if dtype == "sinks" else "LlamaForCausalLM"],
+    )
     return SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=kv))
 
 
@@ -90,6 +93,10 @@ FP8 = "FlashAttention 2 does not read --kv-cache-dtype fp8"
         ((9, 0), (), "fp8", 128, FLASH, None),
         ((10, 0), (), "fp8", 128, FLASH, None),
         ((12, 0), (), "fp8", 128, TRITON, FP8),
+        ((8, 0), (), "sinks", 64, TRITON, "attention sinks"),
+        ((9, 0), (), "sinks", 64, FLASH, None),
+        ((10, 0), (), "sinks", 64, TRITON, "attention sinks"),
+        ((12, 0), (), "sinks", 64, TRITON, "attention sinks"),
     ],
 )
 def test_each_gpu_gets_the_fastest_attention_that_can_be_scored_and_hears_why_it_is_triton(

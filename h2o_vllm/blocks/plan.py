@@ -20,8 +20,6 @@ class EvictionParams:
     Attributes:
         first_scored: position of the first query whose attention is added to the scores. ``NEVER``
             (:mod:`h2o_vllm.policy.ranks`): no query's. A preemption does not change it.
-        late_from: position of the first query whose attention is also kept apart from that of earlier
-            queries. ``NEVER``: no query's.
         pinned: tokens in pinned blocks. They have no scores: other requests may read these blocks from the
             prefix cache.
         traced: whether the worker notes which tokens are evicted, see :mod:`h2o_vllm.engine.trace`.
@@ -30,7 +28,6 @@ class EvictionParams:
     """
 
     first_scored: int
-    late_from: int
     traced: bool = False
     shares_heads: bool = False
     pinned: int = 0
@@ -126,6 +123,8 @@ class StepPlan:
     Attributes:
         policies: parameters of each request that evicts and is admitted or resumed in this step.
         evictions: at most one per request, in the order in which the scheduler decided them.
+        early_blocks: ids of the blocks that no eviction has ranked, of requests whose late queries begin in
+            this step (:meth:`.Policy.late_from`): the scores of their tokens so far are the early parts.
         confirmed: for each request that had drafts in the previous step, the number of its tokens whose KV is
             certain. The drafts after them were rejected.
         views: of each request that drafts on a part of its KV, and is admitted or resumed in this step.
@@ -135,3 +134,4 @@ class StepPlan:
     evictions: tuple[Eviction, ...] = ()
     confirmed: dict[str, int] = field(default_factory=dict)
     views: dict[str, DraftView] = field(default_factory=dict)
+    early_blocks: tuple[int, ...] = ()

@@ -134,14 +134,3 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
     live = slots >= 0
     block, offset = slots[live] // scores.shape[3], slots[live] % scores.shape[3]
     scores[:, block, :, offset] = 0.0
-
-
-def split_scores(
-    scores: Tensor, early: Tensor, block_table: Tensor, seq_lens: Tensor, rows: Tensor
-) -> None:
-    """See :func:`h2o_vllm.kernels.triton.split_scores`."""
-    for row in rows.tolist():
-        used = -(-int(seq_lens[row]) // scores.shape[3])
-        blocks = block_table[row, :used].long()
-        old, late = scores[:, blocks], early[:, blocks]
-        early[:, blocks] = old - late

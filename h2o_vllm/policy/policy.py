@@ -107,7 +107,7 @@ class Policy:
         return {Collects.NOTHING: NEVER, Collects.END: end, Collects.ALL: 0}[self.collects]
 
     def late_from(self, prompt_tokens: int) -> int:
-        """Position of the first query whose attention is also kept apart from the earlier ones'.
+        """Position of the first query whose attention is kept apart from that of the earlier ones.
 
         :data:`NEVER` unless a rank by the prompt's end is joined with one that collects all attention.
         """

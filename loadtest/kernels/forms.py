@@ -166,7 +166,7 @@ def launch_everything(shape: Shape, device: str = "cpu") -> None:
     dtype, size, heads = shape.dtype, shape.size, 2 * shape.group
     kv = torch.zeros(4, shape.block_size, 2, 2 * size, dtype=dtype, device=device)
     keys, values = kv.split(size, dim=-1)
-    planes = torch.zeros(2, 2, 4, 2, shape.block_size, device=device)
+    scores = torch.zeros(2, 4, 2, shape.block_size, device=device)
     out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     workspace = DecodeWorkspace(4, 64, heads, 2, out_dtype, size, device, sharing_layers=2)
     lanes = LaneTables.empty(2, 4, 2, 4, 4, device)
@@ -186,7 +186,7 @@ def launch_everything(shape: Shape, device: str = "cpu") -> None:
         (0.0, torch.ones(heads, dtype=out_dtype, device=device)),
     ):
         warm_up(
-            layers, planes, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes,
+            layers, scores, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes,
         )  # fmt: skip
         prompt_lse(
             query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks

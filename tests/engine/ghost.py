@@ -16,10 +16,18 @@ from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.blocks.plan import StepPlan
+from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.ranks import NEVER
 from tests.engine.ghost_memory import Hashes, Layer, Memory, Row, hashed
 
 ANSWER = 7
 """The token that every request generates: answers that come of different KV share their block hashes."""
+
+
+def has_parts(ranks: Sequence[int]) -> bool:
+    """Whether these ranks, by number, need parts of scores."""
+    policy = Policy.of(ranks)
+    return policy.late_from(0) < NEVER
 
 
 @dataclass
@@ -67,10 +75,13 @@ class GhostWorker:
         for one in plan.evictions:
             scored = self._scored(one.request_id)
             blocks = (one.heavy_blocks, one.doomed_blocks)
-            self._memory.compact(*blocks, scored=scored, settle=bool(one.places))
+            parted = one.fresh_blocks if has_parts(one.ranks) else ()
+            self._memory.compact(*blocks, scored=scored, settle=bool(one.places), parted=parted)
+        self._memory.keep_early(plan.early_blocks)
         rows = {}
         for name, (start, end) in computed.items():
             if name in self._states:
+                assert not start < self._late_from(name) < end, "early and late queries in one step"
                 unknown = list(drafts.get(name, ()))
                 sure, table, scored = end - len(unknown), tables(name), self._scored(name)
                 rows[name] = Row(table, start, sure, self._tokens(name, start, sure), scored)
@@ -115,6 +126,10 @@ class GhostWorker:
         state = self._states.get(name)
         return state is not None and state.evicts and state.policy.needs_scores
 
+    def _late_from(self, name: str) -> int:
+        state = self._states[name]
+        return state.policy.late_from(state.prompt_tokens) if state.evicts else NEVER
+
     def _tokens(self, name: str, start: int, end: int) -> Hashes:
         prompt = self._prompts[name]
         return hashed(start, [prompt[i] if i < len(prompt) else ANSWER for i in range(start, end)])
@@ -135,15 +150,21 @@ class GhostWorker:
         count = -(-total // size)
         memory = Memory(self._memory.layers, count + 1, size)
         table, outputs = list(range(1, count + 1)), []
-        start = 0
+        start, late = 0, self._late_from(name)
         while start < total:
             indices = alone.evict(start) if alone.evicts else None
             if indices is not None:
                 blocks = ([table[i] for i in part] for part in (indices.heavy, indices.doomed))
-                memory.compact(*blocks, scored=alone.policy.needs_scores)
+                ranks = alone.policy.indices(in_prompt=start < alone.prompt_tokens)
+                parted = [table[i] for i in indices.fresh] if has_parts(ranks) else []
+                memory.compact(*blocks, scored=alone.policy.needs_scores, parted=parted)
                 for index in indices.doomed:
                     table[index] = 0
-            end = start + alone.chunk_limit(start, total - start)
+            end = start + alone.chunk_limit(
+                start, (late if start < late < total else total) - start
+            )
+            if start == late:
+                memory.keep_early([block for block in table if block])
             # Windows, chunks and states keep their blocks: each layer has its own memory here.
             whole = range(1, count + 1)
             groups = {

@@ -93,20 +93,33 @@ class Memory:
         shape = (len(layers), num_blocks, block_size)
         # What nobody has written is wrong, wherever it lies.
         self.kv = np.random.default_rng(0).integers(1, 2**63, shape, dtype=np.uint64)
-        self.scores = np.zeros(shape, dtype=np.uint64)
+        self.scores, self.early = np.zeros((2, *shape), dtype=np.uint64)
+
+    def keep_early(self, blocks: Sequence[int]) -> None:
+        """What attention has added to the scores in these blocks so far is early."""
+        self.early[:, blocks] = self.scores[:, blocks]
 
     def compact(
-        self, heavy: Sequence[int], doomed: Sequence[int], *, scored: bool, settle: bool = False
+        self,
+        heavy: Sequence[int],
+        doomed: Sequence[int],
+        *,
+        scored: bool,
+        settle: bool = False,
+        parted: Sequence[int] = (),
     ) -> None:
         """Keep the best of an eviction's tokens in its heavy blocks, by score or by what they are.
 
-        ``settle``: the heavy blocks hold no candidates; their content is not ranked.
+        ``settle``: the heavy blocks hold no candidates; their content is not ranked. ``parted``: blocks of
+        which the early part of a score counts, too.
         """
         blocks, kept = [*([] if settle else heavy), *doomed], len(heavy) * self.block_size
         if not heavy or not doomed:
             return
         for index, layer in enumerate(self.layers):
             if layer.kind == "full":
+                mine = self.scores[index]
+                mine[[*parted]] = mixed(mine[[*parted]] ^ mixed(self.early[index, [*parted]]))
                 kv, scores = self.kv[index, blocks].ravel(), self.scores[index, blocks].ravel()
                 best = np.lexsort((kv, scores if scored else mixed(kv)))[-kept:]
                 self.kv[index, heavy] = kv[best].reshape(len(heavy), -1)
@@ -140,7 +153,7 @@ class Memory:
                     slots = blocks[-len(new) :], offsets[-len(new) :]
                     self.kv[number][slots] = new
                     if row.scored and layer.kind == "full":
-                        self.scores[number][slots] = 0
+                        self.scores[number][slots] = self.early[number][slots] = 0
                 if layer.kind != "state":
                     for index, row in enumerate(rows):
                         self._attend(number, layer, row, *read[layer.group, index])

@@ -13,7 +13,7 @@ from h2o_vllm.policy.ranks import NEVER
 
 def params_of(policy: Policy, prompt: int = 9, **more: int) -> EvictionParams:
     """What a worker is told of a request."""
-    return EvictionParams(policy.first_scored(prompt), policy.late_from(prompt), **more)
+    return EvictionParams(policy.first_scored(prompt), **more)
 
 
 def rows_of(
@@ -26,7 +26,7 @@ def rows_of(
     count = len(policies)
     starts = np.array([0, *np.cumsum(query_lens)], dtype=np.int32)
     known = [
-        EvictionParams(NEVER, NEVER) if one is None else params_of(one, prompt)
+        EvictionParams(NEVER) if one is None else params_of(one, prompt)
         for one, prompt in zip(policies, prompts or [0] * count, strict=True)
     ]
     return StepRows.of(
@@ -34,5 +34,4 @@ def rows_of(
         starts,
         np.array(seq_lens, dtype=np.int32),
         np.array([one.first_scored for one in known], dtype=np.int32),
-        np.array([one.late_from for one in known], dtype=np.int32),
     )

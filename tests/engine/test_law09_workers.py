@@ -147,7 +147,7 @@ def test_a_batch_that_evicts_never_falls_back_to_one_that_does_not() -> None:
         row_request_ids=lambda: ["somebody"],
     )  # fmt: skip
     common: Any = SimpleNamespace(num_reqs=1)
-    state.start(StepPlan({"evicting": EvictionParams("h2o", 16)}))
+    state.start(StepPlan({"evicting": EvictionParams(0)}))
     state.expect({"somebody": 1})
     assert state.rows(common) is None
     state.finish_step()

@@ -25,6 +25,7 @@ from tests.engine.traffic import Traffic
 OFTEN = {
     "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20,
     "drafted": 1000, "accepted": 500, "exact": 10,
+    "parted": 50,
 }  # fmt: skip
 """How often each event has to be seen, far below the usual. Hits and meetings have scripts of their own:
 ``test_doomed_hits_tokens.py``, ``test_eviction_order.py``, ``test_ghost.py``."""
@@ -67,7 +68,7 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
         f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
-        f"{Traffic.exact} times an exact request ran"
+        f"{Traffic.exact} times an exact request ran, {Traffic.parted} steps with first late queries"
     )
     assert not rare()
 
@@ -110,9 +111,29 @@ def rejected_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(H2OScheduler, "schedule", planned)
 
 
+def early_parts_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are not told that late queries begin."""
+    monkeypatch.setattr(EvictionState, "early_from", lambda self, computed: None)
+
+
+def late_queries_join_early_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of an unbounded prompt go on to its end."""
+    limit = EvictionState.chunk_limit
+
+    def unlimited(self: EvictionState, computed: int, num_tokens: int) -> int:
+        within = computed + num_tokens <= self.prompt_tokens and not self.budget.prefill
+        return num_tokens if within else limit(self, computed, num_tokens)
+
+    monkeypatch.setattr(EvictionState, "chunk_limit", unlimited)
+
+
 @pytest.mark.parametrize(
-    "plant", [everything_is_published, eviction_comes_late, block_is_lost, rejected_drafts_stay]
-)
+    "plant",
+    [
+        everything_is_published, eviction_comes_late, block_is_lost, rejected_drafts_stay,
+        early_parts_are_lost, late_queries_join_early_ones,
+    ],
+)  # fmt: skip
 def test_planted_bugs_are_found(
     model_dir: str, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

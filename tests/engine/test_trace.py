@@ -15,7 +15,6 @@ from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import NEVER
 from tests.engine.conftest import Engine
 from tests.engine.fidelity import STEPS, expect
 from tests.engine.outputs import report_of, tokens_of
@@ -106,8 +105,8 @@ def test_a_trace_is_what_lies_in_the_blocks(
     assert recorder is not None
     # Otherwise all heads would want the same number of lanes.
     state.scores[:, 3:, 1] *= 1.5
-    traced = EvictionParams(0, NEVER, traced=True, shares_heads=shares)
-    state.start(StepPlan({"r": traced, "s": EvictionParams(0, NEVER)}))
+    traced = EvictionParams(0, traced=True, shares_heads=shares)
+    state.start(StepPlan({"r": traced, "s": EvictionParams(0)}))
     gone = [[set[int]() for _ in range(HEADS)] for _ in range(LAYERS)]
     known: set[int] = set()
     for number, eviction in enumerate(EVICTIONS):

@@ -36,11 +36,12 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = parted = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``exact``: the same of exact ones that run; ``both``: preempted in the
+    which it had evicted; ``exact``: the same of exact ones that run; ``parted``: steps in which
+    late queries begin; ``both``: preempted in the
     step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
     script for it."""
     live = RequestIds("live")
@@ -182,6 +183,7 @@ class Traffic(RuleBasedStateMachine):
             assert works or not self.rig.scheduler.waiting, "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
+            Traffic.parted += bool(output.h2o.early_blocks)
             self.check_requests()
 
     @rule(request_id=consumes(live))

@@ -56,7 +56,9 @@ budgets = st.one_of(
 bounds = st.fixed_dictionaries(
     {
         "kv_budget": st.sampled_from([0.1, 0.4, 1.0]),
-        "kv_policy": st.sampled_from(["h2o", "key", "predicted", "random", "window"]),
+        "kv_policy": st.sampled_from(
+            ["h2o", "key", "predicted", "random", "value+end+key", "window"]
+        ),
         "kv_prefill_tokens": st.integers(1, 90),
     },
     optional={"kv_protect": st.integers(0, 60), "kv_elastic": st.booleans()},
@@ -66,7 +68,7 @@ elastic = st.fixed_dictionaries(
     {
         "kv_elastic": st.just(True),
         "kv_budget": st.sampled_from([0.1, 0.3]),
-        "kv_policy": st.sampled_from(["h2o", "predicted+key", "window"]),
+        "kv_policy": st.sampled_from(["h2o", "predicted+key", "value+end+key", "window"]),
     },
     optional={"kv_protect": protects},
 )

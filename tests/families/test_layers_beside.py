@@ -36,6 +36,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.4, "kv_recent": 0.2},
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "key"},
+    {"kv_budget": 0.3, "kv_policy": "value+end+key"},
     {"kv_budget": 0.2, "kv_protect": 64},
     {"kv_budget": 0.2, "kv_elastic": True},
 ]

@@ -30,7 +30,7 @@ from loadtest.kernels.resources import ARCHS, SHARED_LIMIT, taken
 
 KERNELS = {
     "plan_pieces", "_attend", "finish", "_add_prompt_scores", "add_partial_sums", "_reset", "_select",
-    "_move", "_compact_tables", "_each_block",
+    "_move", "_compact_tables",
     "list_lanes", "share_lanes", "_attend_prompts", "list_keys",
 }  # fmt: skip
 

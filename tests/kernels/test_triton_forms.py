@@ -43,7 +43,7 @@ class Worker:
         keys, values = kv.transpose(2, 3).split(self.size, dim=-1)
         self.layers = kernels.KVLayers(list(keys), list(values), scratch_bytes=1 << 22)
         self.planes = torch.zeros(2, LAYERS, blocks, KV_HEADS, self.block_size)
-        self.scores, self.early = self.planes
+        self.scores = self.planes[0]
         self.out_dtype = torch.bfloat16 if self.dtype.itemsize == 1 else self.dtype
         self.workspace = kernels.DecodeWorkspace(
             MAX_ROWS,
@@ -72,7 +72,7 @@ class Worker:
 
     def warm_up(self) -> None:
         state = SimpleNamespace(
-            kv_layers=self.layers, planes=self.planes, scores=self.scores, workspace=self.workspace,
+            kv_layers=self.layers, scores=self.scores, workspace=self.workspace,
             lanes=self.lanes,
         )  # fmt: skip
         impl = SimpleNamespace(
@@ -100,15 +100,7 @@ class Worker:
         mapping = torch.zeros(MAX_TOKENS, dtype=torch.int64)
         for tokens in (1, 2, 15, 16, 17, 128, MAX_TOKENS):
             for slots in (mapping[:tokens], mapping[torch.arange(tokens)]):
-                kernels.reset_scores(self.scores, slots)
                 kernels.reset_scores(self.planes.flatten(0, 1), slots)
-
-    def forget(self) -> None:
-        for rows in (1, 2, 16, MAX_ROWS):
-            for longest in (1, 16, 17, 640):
-                listed = torch.zeros(rows, dtype=torch.int32)
-                given = self.table, self.lens, listed, longest
-                kernels.split_scores(self.scores, self.early, *given)
 
     def decode(self) -> None:
         key_scale, value_scale = self.scales[1:]
@@ -139,12 +131,10 @@ class Worker:
                 for layer, keys in enumerate(self.layers.key_caches):
                     for fused in (True, False):
                         query = self.query(tokens, fused=fused)
-                        scores, early = self.planes
-                        planes = (scores, prompts), (early, prompts)
-                        for (plane, given), lanes in product(planes, (None, self.lanes)):
+                        for lanes in (None, self.lanes):
                             kernels.add_prompt_scores(
-                                query, keys, plane[layer], self.table[:rows], *batch, lse, 0.125,
-                                given, *self.scales[:2], softcap=self.softcap, lanes=lanes, layer=layer,
+                                query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
+                                prompts, *self.scales[:2], softcap=self.softcap, lanes=lanes, layer=layer,
                             )  # fmt: skip
                         out = torch.zeros(tokens, self.heads, self.size, dtype=self.out_dtype)
                         kernels.attend_shared_prompts(
@@ -160,7 +150,6 @@ class Worker:
     def serve(self) -> None:
         self.evict()
         self.start_tokens()
-        self.forget()
         self.decode()
         self.score_prompts()
 

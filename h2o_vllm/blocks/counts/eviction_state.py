@@ -75,6 +75,7 @@ class EvictionState(RequestState):
         schedule = EvictionSchedule.of(budget, block_size, counts.num_prompt_tokens)
         super().__init__(counts, schedule, max_model_len)
         lossless = budget.elastic and self.schedule.first is None
+        self._late_from = self.policy.late_from(self.prompt_tokens)
         self._evict_from = None if lossless else self.schedule.earliest
         """Tokens seen before which the budget evicts nothing; ``None``: elastic, and not squeezed yet."""
         self.release()
@@ -124,6 +125,13 @@ class EvictionState(RequestState):
         self._set_next_due(computed)
         return indices
 
+    def early_from(self, computed: int) -> int | None:
+        """Table index of the first block whose scores so far are the early parts of scores.
+
+        ``None``: the first late query is not the one of the token at position ``computed``.
+        """
+        return self._next_index if computed == self._late_from else None
+
     def excess(self, computed: int) -> EvictionIndices | None:
         """What :meth:`squeeze` would choose now; ``None`` if the request cannot be squeezed. Changes nothing.
 
@@ -172,6 +180,8 @@ class EvictionState(RequestState):
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """See the base class.
 
+        If the policy keeps the late part of scores apart, a chunk ends before the first late query.
+
         Three kinds of requests have several tokens to compute where evictions may be due:
 
         * A bounded prompt.
@@ -180,6 +190,8 @@ class EvictionState(RequestState):
         * A request with drafts. Its evictions come where they would come without drafts. This includes an
           elastic request that may be squeezed in this step.
         """
+        if computed < self._late_from:
+            num_tokens = min(num_tokens, self._late_from - computed)
         begin = self._evict_from
         if num_tokens <= 1 or (begin is None and not self._is_squeezable_at(computed)):
             return num_tokens

@@ -63,7 +63,10 @@ class RequestState(ABC):
 
     @abstractmethod
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
-        """The number of tokens to compute now, at most ``num_tokens``, so that no eviction is skipped."""
+        """The number of tokens to compute now, at most ``num_tokens``.
+
+        So that no eviction is skipped, and no step has both early and late queries.
+        """
 
     @abstractmethod
     def peak_tokens(self, total: int) -> int:
@@ -85,7 +88,6 @@ class RequestState(ABC):
         """What workers get with the request."""
         return EvictionParams(
             first_scored=self.policy.first_scored(self.prompt_tokens),
-            late_from=self.policy.late_from(self.prompt_tokens),
             traced=self.budget.trace,
             shares_heads=self.budget.heads == "shared",
             pinned=self.pinned_tokens,

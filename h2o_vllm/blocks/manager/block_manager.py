@@ -3,7 +3,8 @@
 
 ``KVCacheManager.allocate_slots`` calls these methods, in this order, for each scheduled request::
 
-    remove_skipped_blocks         frees what the budget no longer covers, and settles segments
+    remove_skipped_blocks         frees what the budget no longer covers, and settles segments; notes whose
+                                  late queries begin
     get_num_blocks_to_allocate    vLLM counts the free blocks right after this call. If too few are free,
                                   held ones are freed here, and running elastic requests squeezed
     allocate_new_blocks           may already hand out the freed blocks
@@ -48,6 +49,8 @@ class H2OBlockManager(EvictingManager):
         self.squeezer = Squeezer(self)
         self.settled = SettledBlocks(self)
         self._reserving: dict[str, RequestState] = {}
+        self._early: dict[str, list[int]] = {}
+        """Of each request whose late queries begin in this step: ids of its blocks that were never ranked."""
         self._final_reports: dict[str, dict[str, object]] = {}
         self._settle_shortages = 0
 
@@ -102,6 +105,11 @@ class H2OBlockManager(EvictingManager):
         evictions, self.evictions = tuple(self.evictions.values()), {}
         return evictions
 
+    def take_early_blocks(self) -> tuple[int, ...]:
+        """Return :attr:`.StepPlan.early_blocks` of this step, and forget them."""
+        taken, self._early = self._early, {}
+        return tuple(block for blocks in taken.values() for block in blocks)
+
     def take_final_reports(self) -> dict[str, dict[str, object]]:
         """Return the reports of the requests that ended since the last call, and forget them."""
         reports, self._final_reports = self._final_reports, {}
@@ -132,9 +140,14 @@ class H2OBlockManager(EvictingManager):
         if isinstance(state, SettlingState):
             self._settle(request_id, state)
         elif isinstance(state, EvictionState) and state.evicts:
-            indices = state.evict(state.counts.num_computed_tokens)
+            computed = state.counts.num_computed_tokens
+            indices = state.evict(computed)
             if indices is not None:
                 self.evict(request_id, state, indices)
+            first = state.early_from(computed)
+            if first is not None:
+                table = self.req_to_blocks[request_id]
+                self._early[request_id] = [block.block_id for block in table[first:]]
 
     def get_num_blocks_to_allocate(
         self,
@@ -320,6 +333,7 @@ class H2OBlockManager(EvictingManager):
         """
         if request_id not in self.settled.states:
             self.evictions.pop(request_id, None)
+        self._early.pop(request_id, None)
         state = self.states.get(request_id)
         if state is not None:
             if state.counts.is_finished():

@@ -143,7 +143,7 @@ class H2OScheduler(LimitingScheduler):
         return self.blocks.settled.should_defer(request.request_id)
 
     def limit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
-        """Shorten a chunk so that it ends where an eviction is due."""
+        """Shorten a chunk so that it ends where an eviction is due, or where late queries begin."""
         state = self.blocks.eviction_state(request.request_id)
         if state is None or not state.evicts:
             return num_tokens
@@ -185,7 +185,8 @@ class H2OScheduler(LimitingScheduler):
             elif (view := draft_view(state)) is not None:
                 views[started.req_id] = view
         evictions = self.blocks.take_evictions()
-        output.h2o = StepPlan(policies, evictions, confirmed, views)
+        early = self.blocks.take_early_blocks()
+        output.h2o = StepPlan(policies, evictions, confirmed, views, early)
         if self._meter is not None and evictions:
             self._meter.evicted(evictions)
         return output

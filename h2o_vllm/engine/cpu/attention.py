@@ -119,10 +119,6 @@ class H2OMetadataBuilder(CPUAttentionMetadataBuilder):
         if rows.evicts.any():
             state.start_tokens(rows, common.slot_mapping)
             live = compact_tables(common, rows.evicts, self.block_size, shared)
-            crossing = rows.crossing
-            if crossing.size:
-                tables = (live.block_table_tensor, live.seq_lens)
-                state.at_end(partial(state.split_scores, *tables, crossing))
         drafting = state.drafting(common, rows)
         later = views = None
         ours, origin = np.zeros(len(rows.evicts), dtype=np.bool_), None
@@ -205,10 +201,10 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             split.prompt_scored,
             *softmax,
         )
-        for scores, last in ((self._scores, split.last), (self._early, split.late)):
-            if last.tokens.numel():
-                gathered = ours._replace(query=query[last.tokens], scores=scores)
-                kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
+        last = split.last
+        if last.tokens.numel():
+            gathered = ours._replace(query=query[last.tokens])
+            kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
         if batch.later is not None:
             # As in a step without drafts.
             score = partial(

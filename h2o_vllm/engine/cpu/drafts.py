@@ -103,7 +103,6 @@ class QueriesApart:
             query_lens=np.where(alone, 1, lens).astype(np.int32),
             seq_lens=rows.seq_lens[origin] - behind,
             first_scored=np.where(later, NEVER, rows.first_scored[origin]).astype(np.int32),
-            late_from=np.where(later, NEVER, rows.late_from[origin]).astype(np.int32),
         )
         return cls(taken, origin, behind, later)
 

@@ -154,7 +154,7 @@ class ViewDrafter:
         shared = None if lanes is None else SharedRows({}, lanes)
         never = np.full(count, NEVER, dtype=np.int32)
         ones = np.ones(count, dtype=np.int32)
-        rows = StepRows(np.zeros(count, dtype=np.bool_), ones, lens, never, never)
+        rows = StepRows(np.zeros(count, dtype=np.bool_), ones, lens, never)
         return H2OMetadata(
             num_actual_tokens=count,
             max_query_len=1,

@@ -48,8 +48,7 @@ class LastQueries:
 
     @classmethod
     def of(cls, rows: StepRows, chosen: NDArray[np.intp], counts: NDArray[np.int32]) -> LastQueries:
-        """The last ``counts`` ones of the ``chosen`` rows, some of which may be none."""
-        chosen, counts = chosen[counts > 0], counts[counts > 0]
+        """The last ``counts`` ones of the ``chosen`` rows, none of which is zero."""
         starts, tokens = _gathered(rows, chosen, counts, whole_batch=True)
         return cls(_int32(chosen), starts, tokens)
 
@@ -66,7 +65,6 @@ class RowSplit:
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
         last: the last queries of rows that do not score all of theirs.
-        late: the first late queries of rows that get there in this step.
     """
 
     decode_rows: torch.Tensor
@@ -78,7 +76,6 @@ class RowSplit:
     rest_starts: torch.Tensor
     rest_tokens: torch.Tensor
     last: LastQueries
-    late: LastQueries
 
 
 def split_rows(
@@ -118,7 +115,6 @@ def split_rows(
         rest_starts=rest_starts,
         rest_tokens=rest_tokens,
         last=LastQueries.of(rows, last, scored[last]),
-        late=LastQueries.of(rows, rows.crossing, rows.late_queries),
     )
 
 

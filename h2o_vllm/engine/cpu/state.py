@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction, StepPlan
     from h2o_vllm.engine.trace import TraceRecorder
 
-_NEVER_EVICTS = (NEVER, NEVER)
-"""First scored and first late query of a request that never evicts."""
-
 
 @dataclass(kw_only=True)
 class CPUState(WorkerState):
@@ -40,7 +37,7 @@ class CPUState(WorkerState):
 
     Attributes:
         row_request_ids: gives the request id of each row of the batch being prepared.
-        evicting: request id -> first scored and first late query, for the requests that evict.
+        evicting: request id -> position of the first scored query, for the requests that evict.
         full_kernel: whether our kernels also serve rows without scores.
         sharing: ids of the requests whose heads share slots.
         lanes: which of their heads has which lane, once they have evicted.
@@ -57,7 +54,7 @@ class CPUState(WorkerState):
     reader_class: ClassVar[type[KVReader]] = PagedReader
 
     row_request_ids: Callable[[], Sequence[str]]
-    evicting: dict[str, tuple[int, int]] = field(default_factory=dict)
+    evicting: dict[str, int] = field(default_factory=dict)
     full_kernel: bool = False
     sharing: set[str] = field(default_factory=set)
     lanes: LaneStore = field(init=False)
@@ -97,7 +94,7 @@ class CPUState(WorkerState):
     def start(self, plan: StepPlan) -> None:
         """As the base class."""
         for request_id, params in plan.policies.items():
-            self.evicting[request_id] = (params.first_scored, params.late_from)
+            self.evicting[request_id] = params.first_scored
             if params.shares_heads:
                 self.sharing.add(request_id)
         if self.recorder is not None:
@@ -152,7 +149,6 @@ class CPUState(WorkerState):
                 f"h2o: attention did not meet {sorted(self._expected)}, of which blocks are gone: its "
                 "answer would come of null blocks"
             )
-        super().finish_step()
         self.views.finish_step()
 
     def shared_rows(self, common: CommonAttentionMetadata) -> SharedRows | None:
@@ -171,12 +167,12 @@ class CPUState(WorkerState):
             return None
         ids = self.row_request_ids()[: common.num_reqs]
         self._expected.difference_update(ids)
-        known = [self.evicting.get(request_id, _NEVER_EVICTS) for request_id in ids]
-        evicts = np.array([one is not _NEVER_EVICTS for one in known])
+        evicts = np.array([request_id in self.evicting for request_id in ids])
         if not (self.full_kernel or evicts.any() or len(self.views)):
             return None
         starts, seq_lens = common.query_start_loc_cpu.numpy(), common.seq_lens.numpy()
-        return StepRows.of(evicts, starts, seq_lens, *np.array(known, dtype=np.int32).T)
+        first_scored = [self.evicting.get(request_id, NEVER) for request_id in ids]
+        return StepRows.of(evicts, starts, seq_lens, np.array(first_scored, dtype=np.int32))
 
     def view_rows(
         self, rows: StepRows, origin: NDArray[np.intp] | None, table: torch.Tensor
@@ -206,23 +202,6 @@ class CPUState(WorkerState):
             ids = self.row_request_ids()[: common.num_reqs]
             has_drafts[: len(ids)] = [request_id in self._drafted for request_id in ids]
         return has_drafts & (rows.scored_queries > 0)
-
-    def split_scores(
-        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
-    ) -> None:
-        """Of some rows' tokens, make ``early`` what it is, now that it holds what late queries have given.
-
-        Args:
-            table: without holes, [B, MB], int32. seq_lens: live lengths, [B], int32.
-        """
-        blocks = self._blocks(table, seq_lens, rows)
-        self.early[:, blocks] = self.scores[:, blocks] - self.early[:, blocks]
-
-    def _blocks(
-        self, table: torch.Tensor, seq_lens: torch.Tensor, rows: NDArray[np.intp]
-    ) -> torch.Tensor:
-        used = -(-seq_lens.numpy()[rows] // self.block_size)
-        return torch.cat([table[row, :count] for row, count in zip(rows, used, strict=True)]).long()
 
     def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """See the base class."""

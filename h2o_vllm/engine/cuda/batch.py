@@ -14,30 +14,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScoredPrompts:
-    """The scored queries of rows with several queries.
-
-    Attributes:
-        every: all scored queries, or ``None`` if there are none.
-        late: the late ones among them, of rows that reach their first late query in this step, or ``None``.
-    """
-
-    every: PromptSegments | None = None
-    late: PromptSegments | None = None
-
-
-@dataclass(frozen=True)
 class SharedPrompts:
     """Rows with several queries whose KV heads share slots. Our kernels attend them, scored or not.
 
     Attributes:
         rows: [R], int32. max_query_len: the most queries of any of them.
-        scored: their scored queries.
+        scored: their scored queries, or ``None`` if there are none.
     """
 
     rows: torch.Tensor
     max_query_len: int
-    scored: ScoredPrompts
+    scored: PromptSegments | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,8 @@ class ScoredBatch:
         decodes: whether our rows with one query may be in the batch. The workspace's plan lists them.
         cut: whether the plan may cut any of them into pieces.
         prompt_rows: scored rows with several queries that vLLM attends, [R], int32, or ``None``. Never in a
-            CUDA graph. max_query_len: the most queries of any of them. prompts: their scored queries.
+            CUDA graph. max_query_len: the most queries of any of them. prompts: their scored queries, or
+            ``None``.
         lanes: the lanes of rows whose KV heads share slots; ``None``: no row's heads do.
         shared_prompts: the rows with several queries whose heads share slots, or ``None``.
     """
@@ -71,6 +59,6 @@ class ScoredBatch:
     cut: bool = True
     prompt_rows: torch.Tensor | None = None
     max_query_len: int = 0
-    prompts: ScoredPrompts = ScoredPrompts()
+    prompts: PromptSegments | None = None
     lanes: LaneTables | None = None
     shared_prompts: SharedPrompts | None = None

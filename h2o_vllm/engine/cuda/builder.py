@@ -8,7 +8,6 @@ reads into buffers that existed at capture. It does not write vLLM's input buffe
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from h2o_vllm.engine.cuda.batch import ScoredBatch, ScoredPrompts, SharedPrompts
+from h2o_vllm.engine.cuda.batch import ScoredBatch, SharedPrompts
 from h2o_vllm.engine.cuda.variants import Variant, row_flags
 from h2o_vllm.kernels import triton as kernels
 
@@ -83,17 +82,6 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         flags = row_flags(rows, sharing) + kernels.PINNED * pinned
         tables = (common.block_table_tensor, common.seq_lens, common.query_start_loc)
         self._drop_holes(*tables, flags.astype(np.int32), lanes)
-        if (crossing := rows.crossing).size:
-            state.at_end(
-                partial(
-                    state.split_scores,
-                    self._table,
-                    self._live,
-                    self._to_device(crossing),
-                    # Far fewer than the logical length, if most tokens are evicted.
-                    int(live[crossing].max()),
-                )
-            )
         prompts = np.flatnonzero(rows.prompts & ~sharing)
         decodes = rows.decodes | (sharing & (rows.query_lens == 1))
         theirs = live[~(rows.decodes | sharing)]
@@ -139,40 +127,23 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         rows: StepRows,
         among: NDArray[np.bool_],
         most_keys: NDArray[np.int32],
-    ) -> ScoredPrompts:
-        """The scored queries of the rows with several queries in ``among``, [B].
+    ) -> kernels.PromptSegments | None:
+        """The scored queries of the rows with several queries in ``among``, [B]; ``None`` if there are none.
 
         Args:
             most_keys: upper bound of the keys of any head of each row, [B].
         """
         prompts = np.flatnonzero(rows.prompts & among)
-        counts = rows.scored_queries
-        late = np.isin(rows.crossing, np.flatnonzero(among))
-        crossing, late_counts = rows.crossing[late], rows.late_queries[late]
-        return ScoredPrompts(
-            every=self._segments(rows, prompts, counts[prompts], most_keys),
-            late=self._segments(rows, crossing, late_counts, most_keys),
-        )
-
-    def _segments(
-        self,
-        rows: StepRows,
-        chosen: NDArray[np.intp],
-        counts: NDArray[np.int32],
-        most_keys: NDArray[np.int32],
-    ) -> kernels.PromptSegments | None:
-        """The last ``counts`` queries of the ``chosen`` rows, or ``None`` if all counts are 0."""
-        chosen, counts = chosen[counts > 0], counts[counts > 0]
-        if not chosen.size:
+        if not prompts.size:
             return None
         assert self._state is not None
-        ends = (rows.starts + rows.query_lens)[chosen]
+        ends = (rows.starts + rows.query_lens)[prompts]
         return kernels.PromptSegments.cut(
-            chosen.tolist(),
-            (ends - counts).tolist(),
+            prompts.tolist(),
+            (ends - rows.scored_queries[prompts]).tolist(),
             ends.tolist(),
-            rows.seq_lens[chosen].tolist(),
-            most_keys[chosen].tolist(),
+            rows.seq_lens[prompts].tolist(),
+            most_keys[prompts].tolist(),
             self._state.scores.shape[2],
             self._live.device,
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
-from h2o_vllm.engine.cuda.batch import ScoredBatch, ScoredPrompts, SharedPrompts
+from h2o_vllm.engine.cuda.batch import ScoredBatch, SharedPrompts
 from h2o_vllm.engine.cuda.compat import layer_scales
 from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
 from h2o_vllm.errors import ConfigError
@@ -197,29 +197,28 @@ class CudaScoringImpl(ScoringImpl):
         self,
         query: torch.Tensor,
         batch: ScoredBatch,
-        scored: ScoredPrompts,
+        prompts: kernels.PromptSegments | None,
         lse: torch.Tensor,
         scales: Scales,
         lanes: kernels.LaneTables | None = None,
     ) -> None:
-        for scores, prompts in ((self._scores, scored.every), (self._early, scored.late)):
-            if prompts is not None:
-                kernels.add_prompt_scores(
-                    query,
-                    self._views[0],
-                    scores,
-                    batch.block_table,
-                    batch.query_start_loc,
-                    batch.seq_lens,
-                    lse,
-                    self.scale,
-                    prompts,
-                    scales.query,
-                    scales.key,
-                    softcap=self.logits_soft_cap,
-                    lanes=lanes,
-                    layer=self._layer,
-                )
+        if prompts is not None:
+            kernels.add_prompt_scores(
+                query,
+                self._views[0],
+                self._scores,
+                batch.block_table,
+                batch.query_start_loc,
+                batch.seq_lens,
+                lse,
+                self.scale,
+                prompts,
+                scales.query,
+                scales.key,
+                softcap=self.logits_soft_cap,
+                lanes=lanes,
+                layer=self._layer,
+            )
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """Run stock attention for ``batch.stock``, and return the log-sum-exp of each query.

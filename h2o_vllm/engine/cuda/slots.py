@@ -30,7 +30,6 @@ class PolicySlots:
     def __init__(self, num_slots: int) -> None:
         self._evicts: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self._first_scored: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
-        self._late_from: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
         self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
         self._shared: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
@@ -48,7 +47,7 @@ class PolicySlots:
             slot = slots.get(request_id)
             if slot is not None:
                 self._evicts[slot] = False
-                self._first_scored[slot] = self._late_from[slot] = NEVER
+                self._first_scored[slot] = NEVER
                 self._pinned[slot] = self._holes[slot] = self._shared[slot] = 0
                 self._placed.discard(slot)
 
@@ -57,7 +56,7 @@ class PolicySlots:
         for request_id in [one for one in self._waiting if one in slots]:
             slot, params = slots[request_id], self._waiting.pop(request_id)
             self._evicts[slot] = True
-            self._first_scored[slot], self._late_from[slot] = params.first_scored, params.late_from
+            self._first_scored[slot] = params.first_scored
             self._pinned[slot] = params.pinned
             self._holes[slot], self._shared[slot] = params.holes, 0
             self._placed.add(slot)
@@ -85,10 +84,6 @@ class PolicySlots:
     def first_scored(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Position of the first scored query per batch row."""
         return self._first_scored[slots]
-
-    def late_from(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Position of the first late query per batch row: attention from it on is also kept apart."""
-        return self._late_from[slots]
 
     def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
         """Tokens in pinned blocks per batch row."""

@@ -106,7 +106,6 @@ class CudaState(WorkerState):
                     common.query_start_loc_cpu.numpy(),
                     seq_lens,
                     self.policies.first_scored(slots),
-                    self.policies.late_from(slots),
                 )
         shares = rows is not None and self.shared_blocks(common) is not None
         self.step_variant.current = variant_of(rows, self.step_variant.captured, shares=shares)
@@ -156,12 +155,6 @@ class CudaState(WorkerState):
         pinned = np.zeros(common.num_reqs, dtype=np.int32)
         pinned[: len(self._slots)] = self.policies.pinned(self._slots)
         return pinned
-
-    def split_scores(
-        self, table: torch.Tensor, live: torch.Tensor, rows: torch.Tensor, max_len: int
-    ) -> None:
-        """Compute the early part of the scores of some rows, see :func:`.kernels.split_scores`."""
-        kernels.split_scores(self.scores, self.early, table, live, rows, max_len)
 
     def note_served(self, batch: ScoredBatch, attention: object) -> None:
         """Note that a layer's attention ran for a batch with budgets, if a graph is being captured."""

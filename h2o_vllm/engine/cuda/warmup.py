@@ -71,7 +71,7 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     softcap, sinks = layer.impl.logits_soft_cap, layer.impl.sinks
     kernels.warm_up(
         state.kv_layers,
-        state.planes,
+        state.scores,
         state.workspace,
         query,
         out,

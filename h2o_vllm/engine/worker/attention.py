@@ -55,8 +55,6 @@ class ScoringImpl(AttentionImpl[Any]):
     _layer: int
     _scores: torch.Tensor
     """Of the KV that this layer reads, [N, KH, BS], float32."""
-    _early: torch.Tensor
-    """The same, where the first late queries' part goes; see :class:`.WorkerState`."""
 
     def bind(self, state: WorkerState, layer: int) -> None:
         """Take the worker's state.
@@ -72,7 +70,7 @@ class ScoringImpl(AttentionImpl[Any]):
         if unscorable.alibi_slopes is not None:
             raise ConfigError("h2o_vllm cannot score attention with ALiBi")
         self._state, self._layer = state, layer
-        self._scores, self._early = state.scores[layer], state.early[layer]
+        self._scores = state.scores[layer]
 
     def forward(
         self,

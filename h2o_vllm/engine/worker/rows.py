@@ -27,14 +27,13 @@ class StepRows:
     Attributes:
         evicts: rows of requests that can evict, [B]; padding rows cannot.
         query_lens: [B], int32. seq_lens: logical lengths, this step's tokens included, [B], int32.
-        first_scored, late_from: see :class:`h2o_vllm.blocks.plan.EvictionParams`; [B], int32.
+        first_scored: see :class:`h2o_vllm.blocks.plan.EvictionParams`; [B], int32.
     """
 
     evicts: NDArray[np.bool_]
     query_lens: NDArray[np.int32]
     seq_lens: NDArray[np.int32]
     first_scored: NDArray[np.int32]
-    late_from: NDArray[np.int32]
 
     @classmethod
     def of(
@@ -43,7 +42,6 @@ class StepRows:
         starts: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         first_scored: NDArray[np.int32],
-        late_from: NDArray[np.int32],
     ) -> StepRows:
         """From what is known of the real rows, and ``starts``, [B + 1], which may have padding rows."""
         rows = len(starts) - 1
@@ -57,7 +55,6 @@ class StepRows:
             starts[1:] - starts[:-1],
             seq_lens,
             padded(first_scored, NEVER),
-            padded(late_from, NEVER),
         )
 
     @cached_property
@@ -80,18 +77,6 @@ class StepRows:
         return np.minimum(np.maximum(self.seq_lens - self.first_scored, 0), self.query_lens)
 
     @cached_property
-    def crossing(self) -> NDArray[np.intp]:
-        """The rows whose early queries end in this step, ascending: with it, their scores are split."""
-        late_from = self.late_from
-        return np.flatnonzero((self.computed < late_from) & (late_from <= self.seq_lens))
-
-    @property
-    def late_queries(self) -> NDArray[np.int32]:
-        """Of each row in :attr:`crossing`: how many of its queries, the last ones, are late already."""
-        counts: NDArray[np.int32] = (self.seq_lens - self.late_from)[self.crossing]
-        return counts
-
-    @cached_property
     def decodes(self) -> NDArray[np.bool_]:
         """[B]: rows with one query, which is scored: our kernel attends for them."""
         return (self.scored_queries == 1) & (self.query_lens == 1)
@@ -101,13 +86,9 @@ class StepRows:
         """[B]: rows with several queries, scored ones among them."""
         return (self.scored_queries > 0) & (self.query_lens > 1)
 
-    def new_tokens(self, *, apart: bool) -> NDArray[np.int64] | slice:
-        """Positions in the batch of the tokens whose attention will be collected.
-
-        Args:
-            apart: those of rows whose late attention is also kept apart, or of the others.
-        """
-        chosen = (self.first_scored < NEVER) & ((self.late_from < NEVER) == apart)
+    def new_tokens(self) -> NDArray[np.int64] | slice:
+        """Positions in the batch of the tokens whose attention will be collected."""
+        chosen = self.first_scored < NEVER
         if not chosen.any():
             return _NO_TOKENS
         if (chosen | (self.query_lens == 0)).all():

@@ -34,9 +34,9 @@ class WorkerState(ABC):
     Attributes:
         planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
         scores: the score of each token, by which evictions rank.
-        early: the part of a score that comes from queries before the late ones (:meth:`.Policy.late_from`).
-            Valid until the token is first ranked. The step that computes the first late queries collects
-            their part here, and subtracts it from the scores at its end.
+        early: the part of a score that comes from queries before the late ones (:meth:`.Policy.late_from`):
+            a copy of the score from before the step of the first late query. Valid until the token is first
+            ranked.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
@@ -62,7 +62,6 @@ class WorkerState(ABC):
     add_ranks: Callable[[torch.Tensor], None] | None = None
     rescorer: Rescorer = field(init=False)
     in_step: bool = False
-    _at_end: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.scores, self.early = self.planes
@@ -130,22 +129,26 @@ class WorkerState(ABC):
         self.scores.index_copy_(1, settling, scores.nan_to_num_(nan=lowest, neginf=lowest))
         self.scores.index_fill_(1, into, -torch.inf)
 
+    def keep_early(self, blocks: Sequence[int]) -> None:
+        """Copy the scores in ``blocks`` to ``early``, before a forward pass in which late queries begin.
+
+        Layer by layer: all layers of a prompt of 100,000 tokens would take 100 MB.
+        """
+        if blocks:
+            index = self.to_device(torch.tensor(blocks))
+            for scores, early in zip(self.scores, self.early, strict=True):
+                early.index_copy_(0, index, scores.index_select(0, index))
+
     def start_tokens(self, rows: StepRows, slot_mapping: torch.Tensor) -> None:
-        """Let the scores of this step's tokens, where attention is collected, begin at zero.
+        """Let the scores of this step's tokens, where attention is collected, begin at zero in both planes.
 
         Args:
             slot_mapping: where the batch's KV goes, ``block_id * BS + offset``, int64, on the device.
         """
-        for apart in (False, True):
-            tokens = rows.new_tokens(apart=apart)
-            if isinstance(tokens, slice) or tokens.size:
-                places = tokens if isinstance(tokens, slice) else self.to_device(tokens)
-                scores = self.planes.flatten(0, 1) if apart else self.scores
-                self._reset(scores, slot_mapping[places])
-
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when this step's attention is computed, or queued, in all layers."""
-        self._at_end = call
+        tokens = rows.new_tokens()
+        if isinstance(tokens, slice) or tokens.size:
+            places = tokens if isinstance(tokens, slice) else self.to_device(tokens)
+            self._reset(self.planes.flatten(0, 1), slot_mapping[places])
 
     def confirm(self, computed: Mapping[str, int]) -> None:  # noqa: B027 - GPUs get no drafts
         """Add the attention of the previous step's accepted drafts to the scores; see :class:`.StepPlan`."""
@@ -155,11 +158,8 @@ class WorkerState(ABC):
     ) -> None:
         """Begin a step that computes tokens of these requests; those in ``drafted`` have drafts."""
 
-    def finish_step(self) -> None:
+    def finish_step(self) -> None:  # noqa: B027 - GPUs have nothing left to do
         """After the forward pass."""
-        call, self._at_end = self._at_end, None
-        if call is not None:
-            call()
 
     @abstractmethod
     def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@
     confirm      add the accepted drafts of the previous step to the scores
     compact      move survivors into the heavy blocks   (reads blocks that the scheduler has freed)
     punch holes  remove the doomed blocks from the block table
+    keep early   copy the scores of prompts whose last 32 queries begin
     forward      stock vLLM; other requests may already write the freed blocks
 """
 
@@ -157,6 +158,7 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
                 # A segment also settles if its request is preempted in the same step; others may find it.
                 if eviction.request_id not in left:
                     self._write_table(state, eviction)
+        state.keep_early(plan.early_blocks)
         state.in_step = True
         drafted = scheduler_output.scheduled_spec_decode_tokens
         state.expect(scheduler_output.num_scheduled_tokens, drafted)

@@ -12,8 +12,6 @@ kernels' assumptions, and :func:`warm_up` compiles all of them. Each step calls,
     attend_decode       per layer, in or out of a CUDA graph             2 launches; 1 if no row is cut
     prompt_lse          per layer, first, on vLLM's Triton backend       eager, 1 launch
     add_prompt_scores   per layer, if there are prompt rows              eager, 2 launches; 1 if no row is cut
-                        again for late queries, if a policy keeps their attention apart
-    split_scores        after it, for these rows                         eager, 1 launch
 
 If KV heads share slots (:mod:`~h2o_vllm.kernels.triton.lanes` has the tables), three things differ.
 ``compact`` runs once more, for their requests (5 launches). The plan (with a second launch that lists keys),
@@ -40,7 +38,6 @@ from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts, prompt_lse
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import PromptSegments
-from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.tables import EVICTING, PINNED, SCORED, compact_tables
 from h2o_vllm.kernels.triton.warmup import warm_up
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
@@ -64,6 +61,5 @@ __all__ = [
     "compact_tables",
     "prompt_lse",
     "reset_scores",
-    "split_scores",
     "warm_up",
 ]

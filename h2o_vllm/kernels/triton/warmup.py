@@ -14,13 +14,12 @@ from h2o_vllm.kernels.triton.prompt import add_prompt_scores
 from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
-from h2o_vllm.kernels.triton.split import split_scores
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 
 
 def warm_up(
     layers: KVLayers,
-    planes: Tensor,
+    scores: Tensor,
     workspace: DecodeWorkspace,
     query: Tensor,
     out: Tensor,
@@ -38,12 +37,11 @@ def warm_up(
     caller compiles ``compact_tables``: its own buffers select the variant.
 
     Args:
-        planes: [2, L, N, KH, BS], scores and their early parts.
+        scores: [L, N, KH, BS].
         query, out: [at least 2, H, D], with the dtypes and strides of serving. Not written.
         query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
         lanes: given exactly if heads may share slots. It must hold no request.
     """
-    scores, early = planes
     device, block_size = scores.device, scores.shape[3]
     key, value = layers.key_caches[0], layers.value_caches[0]
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
@@ -64,7 +62,6 @@ def warm_up(
     given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
     for shared in forms:
         add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
-    split_scores(scores, early, table, nothing, nothing, block_size)
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     reset_scores(scores, padding)
     # With the layout of Evictions.pack, as alignment matters.

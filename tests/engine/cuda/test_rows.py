@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
 from h2o_vllm.kernels.triton import EVICTING, SCORED
@@ -103,11 +102,10 @@ def test_only_scored_decodes_are_ours_to_attend() -> None:
 
 
 def test_tokens_whose_attention_is_collected_begin_at_zero() -> None:
-    """In both planes where late attention is kept apart; none where no attention is collected."""
+    """None where no attention is collected."""
     three = Policy.parse("value+end+key")
     rows = step([RANDOM, None, H2O, three, SNAPKV, WINDOW, KEY], [1, 2, 3, 1, 2, 4, 1, 0], [50] * 8)
-    assert list(rows.new_tokens(apart=False)) == [3, 4, 5, 7, 8]  # type: ignore[arg-type]
-    assert list(rows.new_tokens(apart=True)) == [6]  # type: ignore[arg-type]
+    assert list(rows.new_tokens()) == [3, 4, 5, 6, 7, 8]  # type: ignore[arg-type]
 
 
 def test_slots_learn_and_forget() -> None:
@@ -118,7 +116,6 @@ def test_slots_learn_and_forget() -> None:
     slots.place({"a": 2})
     assert slots.pinned(at).tolist() == [16, 0]
     assert slots.first_scored(at).tolist() == [38, NEVER]
-    assert slots.late_from(at).tolist() == [NEVER, NEVER]
     evicts = slots.evicts(at)
     assert evicts is not None and evicts.tolist() == [True, False]
     assert slots.evicts(np.array([0, 1])) is None
@@ -141,28 +138,3 @@ def test_rows_follow_the_rule_of_one_row() -> None:
         rows = step([None, policy], [3, count], [3, end], [0, prompt])
         scored = sum(at >= params.first_scored for at in range(first, end))
         assert rows.scored_queries.tolist() == [0, scored]
-        late = late_in(params, first, end)
-        assert rows.crossing.tolist() == ([] if late is None else [1])
-        assert rows.late_queries.tolist() == ([] if late is None else [late])
-
-
-def late_in(params: EvictionParams, first: int, end: int) -> int | None:
-    """If early queries end with the queries ``first`` .. ``end - 1``: how many late ones follow."""
-    if params.late_from in (0, NEVER):
-        return None
-    return end - params.late_from if first < params.late_from <= end else None
-
-
-def test_early_queries_end_once_however_a_prompt_is_cut() -> None:
-    """Whatever the chunks, preempted or not: from then on, later queries are all late."""
-    chance = np.random.default_rng(1)
-    policy = Policy.parse("value+end+key")
-    for _ in range(50):
-        prompt, computed, found = int(chance.integers(33, 200)), 0, []
-        while computed < prompt + 20:
-            count = int(chance.integers(1, 40))
-            rows = step([policy], [count], [computed + count], [prompt])
-            found += [(computed + count, int(late)) for late in rows.late_queries]
-            computed += count
-        ((end, late),) = found
-        assert end - late == prompt - 32

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from loadtest.common.machine import shown_command
 
@@ -27,7 +27,7 @@ VLLM_SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--hos
 """Stock ``vllm serve``; listens where ``h2o-serve`` does by default."""
 
 # On CPU vLLM claims nearly all of the memory, and does not start where less is free; the pool is smaller.
-DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1"}
+SMALL_POOL = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 class ServerError(Exception):
@@ -53,7 +53,10 @@ class Server:
         process: the one started, with whatever it has started in its group.
         program: what the next :meth:`start` starts.
         shown: how it was started, as a result may show it.
+        defaults: variables that it gets unless they are set.
     """
+
+    defaults: ClassVar[Mapping[str, str]] = {"VLLM_LOGGING_LEVEL": "WARNING", **SMALL_POOL}
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class Server:
                 # session: Linux schedules sessions against each other, and vLLM's spinning workers can keep
                 # the load from running for seconds.
                 process_group=0,
-                env={**DEFAULTS, **os.environ, **self._environment},
+                env={**self.defaults, **os.environ, **self._environment},
             )
 
     def terminate(self) -> None:

@@ -18,7 +18,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.common.servers import H2O_SERVE, START_SECONDS, Server
+from loadtest.common.servers import H2O_SERVE, SMALL_POOL, START_SECONDS, Server
 from tests.published import PUBLISHED_OPTIONS
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -29,7 +29,9 @@ ENVIRONMENT = dict(os.environ)
 
 
 class LiveServer(Server):
-    """Started within the block; ready after :meth:`wait_until_up`."""
+    """Started within the block, with the log that a user gets; ready after :meth:`wait_until_up`."""
+
+    defaults = SMALL_POOL
 
     def __init__(
         self, log: Path, *options: str, environment: Mapping[str, str] | None = None
@@ -39,8 +41,7 @@ class LiveServer(Server):
         own = ["--enforce-eager", "--max-model-len", "2048"]
         # CPUs without AVX-512 emulate bfloat16, ten times slower; test_modes.py has engines in it.
         own += ["--dtype", "float32", *PUBLISHED_OPTIONS]
-        told = {"VLLM_LOGGING_LEVEL": "INFO", **(environment or {})}
-        super().__init__(program, [*own, *options], log, environment=told)
+        super().__init__(program, [*own, *options], log, environment=environment)
 
     def __enter__(self) -> Self:
         with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):

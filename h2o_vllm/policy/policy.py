@@ -111,8 +111,12 @@ class Policy:
 
         :data:`NEVER` unless a rank by the prompt's end is joined with one that collects all attention.
         """
-        apart = self.uses_late and self.collects is Collects.ALL
-        return max(0, prompt_tokens - END_QUERIES) if apart else NEVER
+        return max(0, prompt_tokens - END_QUERIES) if self.keeps_late_apart else NEVER
+
+    @property
+    def keeps_late_apart(self) -> bool:
+        """Whether a rank by the prompt's end is joined with one that collects all attention."""
+        return self.uses_late and self.collects is Collects.ALL
 
     @property
     def moves_tokens(self) -> bool:

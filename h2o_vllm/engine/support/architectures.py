@@ -75,12 +75,12 @@ NAMED = (
     ),
     (
         "Mamba1 beside attention (Jamba)",
-        "vLLM has no CPU kernel for it",
+        "vLLM has no CPU kernel for it; not tried on GPUs",
         ("JambaForCausalLM",),
     ),
     (
         "gated delta networks of OLMo Hybrid",
-        "vLLM has no CPU kernel for it",
+        "vLLM has no CPU kernel for it; not tried on GPUs",
         ("OlmoHybridForCausalLM",),
     ),
     (

@@ -20,7 +20,6 @@ from h2o_vllm.calibration.file import attention_of
 from h2o_vllm.policy.formulas import Order, draws, first_scores, order
 from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import Collects
 
 if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
@@ -165,7 +164,7 @@ class Rescorer:
                     taken.append(centre.data)
                 found.append(self._measure(policy, some, tokens, centre, first=first))
             late = old = self._read(self.scores, layers, blocks, count)
-            if policy.uses_late and policy.collects is Collects.ALL:
+            if policy.keeps_late_apart:
                 # Where nothing but late attention is collected, all of a score is late.
                 late = old - self._read(self.early, layers, blocks, count)
             parts = {

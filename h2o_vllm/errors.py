@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of h2o_vllm, split by the party that has to act. Imports nothing; used in every process."""
+"""The errors of h2o_vllm, by the party that has to act. Imports nothing of ours; used in every process."""
 
 import reprlib
 

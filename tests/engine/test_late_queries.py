@@ -45,7 +45,7 @@ def chunks(rig: Rig, name: str, prompt: list[int], asked: Any) -> tuple[list[int
         (PARTED, 100, 24, [24, 24, 20, 24, 8], [0, 0, 0, 5, 0]),
         (PARTED | {"kv_elastic": True}, 100, 512, [68, 32], [0, 5]),
         (PARTED | {"kv_protect": 20}, 100, 512, [68, 32], [0, 3]),
-        # Of what an eviction has ranked, nobody asks for the early part.
+        # The early part of a token is not read after an eviction has ranked it.
         (PARTED | {"kv_prefill_tokens": 64}, 100, 512, [64, 4, 12, 16, 4], [0, 0, 2, 0, 0]),
         (PARTED, 33, 512, [1, 32], [0, 1]),
         (PARTED, 32, 512, [32], [0]),

@@ -145,7 +145,7 @@ class Calibration:
     """The result of :mod:`h2o_vllm.calibrate`.
 
     Attributes:
-        weights: [L, KH, F + 1], float32, see :func:`.regression.predicted`.
+        weights: [L, KH, F + 1], float32, see :meth:`.regression.Sums.solve`.
         traits: properties of the model.
         about: a description for people: model, texts, tokens, versions.
     """

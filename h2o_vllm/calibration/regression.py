@@ -71,14 +71,3 @@ class Sums:
         weights = torch.cholesky_solve(wanted[..., None], root)[..., 0] / spread
         level = level - (weights * mean).sum(-1)
         return torch.cat([weights, level[..., None]], -1).float()
-
-
-def predicted(weights: Tensor, known: Tensor) -> Tensor:
-    """The expected attention, [KH, T], float32; above 0, at most 1.
-
-    Args:
-        weights: from :meth:`Sums.solve`. known: as for :meth:`Sums.add`.
-    """
-    logs = (known @ weights[:, :-1, None])[..., 0] + weights[:, -1:]
-    # The prediction for a token unlike all examples may have any size.
-    return logs.clamp(-50.0, 0.0).exp()

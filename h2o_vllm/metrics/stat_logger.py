@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from h2o_vllm.config.keys import METRICS_KEY
@@ -109,11 +109,11 @@ def _collectors() -> dict[str, Collector]:
     return {metric.name: _collector(metric) for metric in TABLE}
 
 
-def _collector(metric: Metric, registry: CollectorRegistry = REGISTRY) -> Collector:
+def _collector(metric: Metric) -> Collector:
     named = metric.name, metric.help, metric.labels
     if metric.kind == "counter":
-        return Counter(*named, registry=registry)
+        return Counter(*named)
     if metric.kind == "gauge":
         # As vLLM's gauges: each step's stats reach one API server, so the newest value is the right one.
-        return Gauge(*named, registry=registry, multiprocess_mode="mostrecent")
-    return Histogram(*named, buckets=metric.buckets, registry=registry)
+        return Gauge(*named, multiprocess_mode="mostrecent")
+    return Histogram(*named, buckets=metric.buckets)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from h2o_vllm.calibration.features import Rotation, num_features
-from h2o_vllm.calibration.file import Calibration, Traits
+from h2o_vllm.calibration.file import Calibration, Traits, attention_of
 
 ROTATIONS = {80: Rotation(32, True), 96: Rotation(0)}
 """Of some head sizes; of the others the whole key turns."""
@@ -48,3 +48,8 @@ def make_calibration(model: Path, path: Path) -> Path:
     traits = Traits(layers, heads, size, size, rotation, torch.stack(norms))
     Calibration(weights, traits, {"model": model.name}).save(path)
     return path
+
+
+def predicted(weights: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """The attention that solved weights expect of features, [KH, T]."""
+    return attention_of((known @ weights[:, :-1, None])[..., 0] + weights[:, -1:])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_vllm.calibration.regression import TINY, Sums, predicted
+from h2o_vllm.calibration.regression import TINY, Sums
+from tests.calibration.made import predicted
 
 
 def examples(heads: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from h2o_vllm.calibrate.run import LENGTH
 from h2o_vllm.calibrate.texts import SOURCES, instruction, pieces
 from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
-from h2o_vllm.calibration.regression import Sums, predicted
+from h2o_vllm.calibration.regression import Sums
 from h2o_vllm.errors import ConfigError
+from tests.calibration.made import predicted
 from tests.engine.conftest import ENGINE, started
 from tests.reference.repeating import most_attended, repetition
 

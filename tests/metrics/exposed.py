@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from h2o_vllm.metrics.table import TABLE, Metric
+import re
 
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+from prometheus_client import generate_latest
 
-
-def exposed_by(metric: Metric) -> set[str]:
-    """Names of its samples on ``/metrics``."""
-    return {metric.name + suffix for suffix in SUFFIXES[metric.kind]}
+from h2o_vllm.metrics import stat_logger
+from h2o_vllm.metrics.table import TABLE
 
 
 def exposed_names() -> set[str]:
-    """Names of all samples of h2o_vllm on ``/metrics``."""
-    return set().union(*map(exposed_by, TABLE))
+    """Of h2o_vllm, as ``prometheus_client`` makes them of the table."""
+    collectors = stat_logger._collectors()
+    for metric in TABLE:
+        collectors[metric.name].labels(*metric.labels)
+    names = set(re.findall(r"^(h2o:[a-z_]+)", generate_latest().decode(), re.MULTILINE))
+    # The time of creation is an aid of the client library's, not of ours.
+    return {name for name in names if not name.endswith("_created")}

@@ -103,20 +103,15 @@ class Policy:
 
     def first_scored(self, prompt_tokens: int) -> int:
         """Position of the first query whose attention is collected; :data:`NEVER`: none."""
-        end = max(0, prompt_tokens - END_QUERIES)
+        end = self.late_from(prompt_tokens)
         return {Collects.NOTHING: NEVER, Collects.END: end, Collects.ALL: 0}[self.collects]
 
     def late_from(self, prompt_tokens: int) -> int:
-        """Position of the first query whose attention is kept apart from that of the earlier ones.
+        """Position of the first query whose attention a rank by the prompt's end counts.
 
-        :data:`NEVER` unless a rank by the prompt's end is joined with one that collects all attention.
+        :data:`NEVER`: no rank does.
         """
-        return max(0, prompt_tokens - END_QUERIES) if self.keeps_late_apart else NEVER
-
-    @property
-    def keeps_late_apart(self) -> bool:
-        """Whether a rank by the prompt's end is joined with one that collects all attention."""
-        return self.uses_late and self.collects is Collects.ALL
+        return max(0, prompt_tokens - END_QUERIES) if self.uses_late else NEVER
 
     @property
     def moves_tokens(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a policy needs the late part of a score: the prompt's last 32 queries have a step of their own.
+"""Where a policy ranks by the prompt's end: its last 32 queries have a step of their own.
 
 Workers are told in that step which scores are early so far. What comes of it: ``test_policies.py``.
 """
@@ -51,8 +51,12 @@ def chunks(rig: Rig, name: str, prompt: list[int], asked: Any) -> tuple[list[int
         (PARTED, 32, 512, [32], [0]),
         (PARTED | {"kv_budget": 1.0}, 100, 512, [100], [0]),
         *(
+            ({"kv_budget": 0.4, "kv_policy": policy}, 100, 512, [68, 32], [0, 5])
+            for policy in ("end", "predicted+end+key")
+        ),
+        *(
             ({"kv_budget": 0.4, "kv_policy": policy}, 100, 512, [100], [0])
-            for policy in ("attention", "end", "predicted+end+key", "key")
+            for policy in ("attention", "predicted+key")
         ),
         (None, 100, 512, [100], [0]),
     ],

@@ -20,7 +20,6 @@ from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
 from h2o_vllm.policy.formulas import draws, first_scores
 from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import Collects
 from tests.calibration.made import calibration_of
 from tests.engine.calls import Calls
 from tests.policy.cases import JOINS, centre_of, measures_of
@@ -86,9 +85,7 @@ def wanted(rescorer: Rescorer, one: Eviction, compared: Sequence[int]) -> Tensor
     centre = centre_of(keys, values)
     keys, values = tokens_of(rescorer, blocks)
     scores, part = plane_of(rescorer.scores, blocks), rescorer.calibration
-    late = scores
-    if policy.collects is Collects.ALL:
-        late = scores - plane_of(rescorer.early, blocks)
+    late = scores - plane_of(rescorer.early, blocks)
     assert part is not None
     count = scores.shape[2]
     fresh = Fresh(

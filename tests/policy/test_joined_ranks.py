@@ -11,7 +11,7 @@ import torch
 from h2o_vllm.policy.formulas import FORMULAS, first_scores
 from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
-from h2o_vllm.policy.ranks import RANKS, Collects
+from h2o_vllm.policy.ranks import RANKS
 from tests.policy.cases import JOINS, centre_of, fresh_of, measures_of, scored
 from tests.reference.layer import Layer
 from tests.reference.scores import ReferenceScores
@@ -53,8 +53,7 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
     layer, policy = history(), Policy.parse(name, calibrated=True)
     if prompt > QUERIES and not policy.may_bound:
         return
-    rows, first = layer.rows(), policy.first_scored(prompt)
-    late_from = policy.late_from(prompt) if policy.collects is Collects.ALL else first
+    rows, first, late_from = layer.rows(), policy.first_scored(prompt), policy.late_from(prompt)
     scores, ranked, before = torch.zeros(1, HEADS, QUERIES), [], 0
     keys, values = layer.keys[None], layer.values[None]
     first_ranked = slice(*EVICTIONS[0][1:])

@@ -72,7 +72,7 @@ def test_what_workers_are_told_follows_from_the_ranks(name: str) -> None:
     for prompt in (1, 32, 33, 500):
         end = max(0, prompt - 32)
         assert policy.first_scored(prompt) == (0 if of_all else end if of_end else NEVER)
-        assert policy.late_from(prompt) == (end if of_all and of_end else NEVER)
+        assert policy.late_from(prompt) == (end if of_end else NEVER)
     assert policy.needs_scores == (of_all or of_end)
     assert [RANKS[index].name for index in policy.indices()] == name.split("+")
     inside = [RANKS[index].name for index in policy.indices(in_prompt=True)]

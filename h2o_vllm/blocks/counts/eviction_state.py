@@ -180,7 +180,7 @@ class EvictionState(RequestState):
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """See the base class.
 
-        If the policy keeps the late part of scores apart, a chunk ends before the first late query.
+        If the policy ranks by the prompt's end, a chunk ends before the first late query.
 
         Three kinds of requests have several tokens to compute where evictions may be due:
 

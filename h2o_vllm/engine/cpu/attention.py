@@ -201,10 +201,6 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             split.prompt_scored,
             *softmax,
         )
-        last = split.last
-        if last.tokens.numel():
-            gathered = ours._replace(query=query[last.tokens])
-            kernels.score_prompt(gathered, last.starts, last.rows, self.scale, *softmax)
         if batch.later is not None:
             # As in a step without drafts.
             score = partial(
@@ -212,7 +208,9 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             )
             batch.later.keep(ours, self._layer, score)
         if batch.views is not None:
-            score = partial(kernels.score_prompt, scale=self.scale, softcap=softmax[0], sinks=sinks)
+            score = partial(
+                kernels.attend_prompt, scale=self.scale, softcap=softmax[0], sinks=sinks
+            )
             batch.views.look(ours, self._layer, score)
 
 

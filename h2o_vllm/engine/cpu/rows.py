@@ -34,26 +34,6 @@ class SharedRows:
 
 
 @dataclass(frozen=True)
-class LastQueries:
-    """The last queries of some rows, as prompts' scores want them.
-
-    Attributes:
-        rows: [R], int32. starts: where these queries of every row of the batch start once gathered (most have
-            none), and the end of the last one; [B + 1], int32. tokens: their positions in the batch; int64.
-    """
-
-    rows: torch.Tensor
-    starts: torch.Tensor
-    tokens: torch.Tensor
-
-    @classmethod
-    def of(cls, rows: StepRows, chosen: NDArray[np.intp], counts: NDArray[np.int32]) -> LastQueries:
-        """The last ``counts`` ones of the ``chosen`` rows, none of which is zero."""
-        starts, tokens = _gathered(rows, chosen, counts, whole_batch=True)
-        return cls(_int32(chosen), starts, tokens)
-
-
-@dataclass(frozen=True)
 class RowSplit:
     """Which kernel serves which row.
 
@@ -61,10 +41,9 @@ class RowSplit:
         decode_rows, decode_tokens: our rows with one query, and where that query is; int32.
         decode_scored: so many of them, the first ones, are scored.
         prompt_rows: our rows with several queries; int32.
-        prompt_scored: so many of them, the first ones, are scored, with all queries.
+        prompt_scored: so many of them, the first ones, are scored.
         rest_rows, rest_starts: rows left to vLLM, and their query starts once gathered; int32.
         rest_tokens: their queries' positions in the batch; int64.
-        last: the last queries of rows that do not score all of theirs.
     """
 
     decode_rows: torch.Tensor
@@ -75,7 +54,6 @@ class RowSplit:
     rest_rows: torch.Tensor
     rest_starts: torch.Tensor
     rest_tokens: torch.Tensor
-    last: LastQueries
 
 
 def split_rows(
@@ -92,19 +70,17 @@ def split_rows(
         shared: rows that vLLM's kernel cannot read: they are ours in any case.
         ours: rows that are ours in any case, with scores or without; [B].
     """
-    scored, lens = rows.scored_queries, rows.query_lens
+    scored, lens = rows.scored, rows.query_lens
     if not full and not scored.any() and shared is None and not np.any(ours):
         return None
     unreadable = np.zeros(len(lens), dtype=np.bool_) | ours
     if shared is not None:
         unreadable[list(shared.heavy_blocks)] = True
-    whole = (scored == lens) & (lens > 0)
-    chosen = whole | ((full | unreadable) & (lens > 0))
-    decode, decode_scored = _scored_first(chosen & (lens == 1), whole)
-    prompt, prompt_scored = _scored_first(chosen & (lens > 1), whole)
+    chosen = scored | ((full | unreadable) & (lens > 0))
+    decode, decode_scored = _scored_first(chosen & (lens == 1), scored)
+    prompt, prompt_scored = _scored_first(chosen & (lens > 1), scored)
     rest = np.flatnonzero(~chosen & (not full))
-    last = np.flatnonzero(~whole & (scored > 0))
-    rest_starts, rest_tokens = _gathered(rows, rest, lens[rest])
+    rest_starts, rest_tokens = _gathered(rows, rest)
     return RowSplit(
         decode_rows=_int32(decode),
         decode_tokens=_int32(rows.starts[decode]),
@@ -114,7 +90,6 @@ def split_rows(
         rest_rows=_int32(rest),
         rest_starts=rest_starts,
         rest_tokens=rest_tokens,
-        last=LastQueries.of(rows, last, scored[last]),
     )
 
 
@@ -126,29 +101,14 @@ def _scored_first(
     return np.concatenate([first, np.flatnonzero(chosen & ~scored)]), first.size
 
 
-def _gathered(
-    rows: StepRows,
-    chosen: NDArray[np.intp],
-    counts: NDArray[np.int32],
-    *,
-    whole_batch: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the last ``counts`` queries of the ``chosen`` rows start once gathered, and where they lie now.
-
-    Args:
-        whole_batch: the starts are those of all rows, of which the others have no queries.
-    """
+def _gathered(rows: StepRows, chosen: NDArray[np.intp]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the queries of the ``chosen`` rows start once gathered, and where they lie now."""
     if not chosen.size:
         return _NO_STARTS, _NO_TOKENS
-    gathered = np.cumsum(counts)
-    ends = (rows.starts + rows.query_lens)[chosen]
-    tokens = np.arange(gathered[-1]) + np.repeat(ends - gathered, counts)
-    if whole_batch:
-        every = np.zeros(len(rows.evicts), dtype=np.int64)
-        every[chosen] = counts
-        gathered = np.cumsum(every)
-    starts = np.concatenate([[0], gathered])
-    return _int32(starts), torch.from_numpy(tokens)
+    counts = rows.query_lens[chosen]
+    ends = np.cumsum(counts)
+    tokens = np.arange(ends[-1]) + np.repeat(rows.starts[chosen] + counts - ends, counts)
+    return _int32(np.concatenate([[0], ends])), torch.from_numpy(tokens)
 
 
 def compact_tables(

@@ -86,7 +86,6 @@ class CPUState(WorkerState):
         batch = kernels.PagedBatch(query, kv_cache, scores[0], table, lens)
         kernels.attend_decode(batch, first, first, 1.0, torch.empty_like(query))
         kernels.attend_prompt(batch, starts, first, 1.0, torch.empty_like(query))
-        kernels.score_prompt(batch, starts, first, 1.0)
         kernels.compact([kv_cache], scores, one, one + 1)
         kernels.reset_scores(scores, one.long())
         kernels.order(scores)
@@ -201,7 +200,7 @@ class CPUState(WorkerState):
         if self._drafted:
             ids = self.row_request_ids()[: common.num_reqs]
             has_drafts[: len(ids)] = [request_id in self._drafted for request_id in ids]
-        return has_drafts & (rows.scored_queries > 0)
+        return has_drafts & rows.scored
 
     def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from h2o_vllm.blocks.counts.budget import share_of
-from h2o_vllm.engine.cpu.rows import LastQueries
 from h2o_vllm.kernels import cpu as kernels
 
 if TYPE_CHECKING:
@@ -134,14 +133,15 @@ class Look:
 
     Attributes:
         view: that view.
-        queries: those that choose.
+        row: its number. queries: those that choose, by their place in the batch.
         seen: tokens of the sequence, those of this step included.
         blocks: in which they lie, int64.
         mass: the attention that each page of them receives, [L, blocks, KH], float32.
     """
 
     view: View
-    queries: LastQueries
+    row: int
+    queries: slice
     seen: int
     blocks: torch.Tensor
     mass: torch.Tensor
@@ -208,10 +208,10 @@ class Views:
             if seen < view.due:
                 continue
             blocks = table[row, : -(-seen // self.block_size)].long()
-            count = np.minimum(rows.query_lens[row : row + 1], LOOKING)
-            queries = LastQueries.of(rows, np.array([row]), count)
+            end = int(rows.starts[row] + rows.query_lens[row])
+            queries = slice(end - min(int(rows.query_lens[row]), LOOKING), end)
             mass = torch.zeros(self._layers, len(blocks), self._heads)
-            self._looks.append(Look(view, queries, seen, blocks, mass))
+            self._looks.append(Look(view, row, queries, seen, blocks, mass))
         if self._looks and not self._scores.numel():
             self._scores = torch.zeros(self._blocks, self._heads, self.block_size)
         return ours, self._looks
@@ -220,18 +220,21 @@ class Views:
         self,
         batch: kernels.PagedBatch,
         layer: int,
-        score: Callable[[kernels.PagedBatch, torch.Tensor, torch.Tensor], None],
+        attend: Callable[..., None],
     ) -> None:
         """Note the attention that pages of a layer receive from the rows that choose their views.
 
         Args:
-            score: adds the attention of queries, given their starts and rows, to the scores of a batch.
+            attend: the kernel for rows of several queries.
         """
         for look in self._looks:
             self._scores[look.blocks] = 0.0
-            queries = look.queries
-            gathered = batch._replace(query=batch.query[queries.tokens], scores=self._scores)
-            score(gathered, queries.starts, queries.rows)
+            query = batch.query[look.queries]
+            starts = torch.zeros(look.row + 2, dtype=torch.int32)
+            starts[-1], row = len(query), torch.tensor([look.row], dtype=torch.int32)
+            mine = batch._replace(query=query, scores=self._scores)
+            # What they attend to is in the output already.
+            attend(mine, starts, row, out=torch.empty_like(query))
             look.mass[layer] = self._scores[look.blocks].sum(2)
 
     def finish_step(self) -> None:

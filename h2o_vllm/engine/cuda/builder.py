@@ -128,7 +128,7 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         among: NDArray[np.bool_],
         most_keys: NDArray[np.int32],
     ) -> kernels.PromptSegments | None:
-        """The scored queries of the rows with several queries in ``among``, [B]; ``None`` if there are none.
+        """The queries of the scored rows with several ones in ``among``, [B]; ``None`` if there are none.
 
         Args:
             most_keys: upper bound of the keys of any head of each row, [B].
@@ -137,11 +137,11 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
         if not prompts.size:
             return None
         assert self._state is not None
-        ends = (rows.starts + rows.query_lens)[prompts]
+        starts = rows.starts[prompts]
         return kernels.PromptSegments.cut(
             prompts.tolist(),
-            (ends - rows.scored_queries[prompts]).tolist(),
-            ends.tolist(),
+            starts.tolist(),
+            (starts + rows.query_lens[prompts]).tolist(),
             rows.seq_lens[prompts].tolist(),
             most_keys[prompts].tolist(),
             self._state.scores.shape[2],

@@ -94,7 +94,7 @@ def variant_of(
         return Variant.STOCK
     if shares:
         return Variant.SHARED
-    if Variant.HOLES in captured and not rows.scored_queries.any():
+    if Variant.HOLES in captured and not rows.scored.any():
         return Variant.HOLES
     all_ours = bool((rows.decodes | (rows.query_lens == 0)).all())
     return Variant.SCORED if all_ours and Variant.SCORED in captured else Variant.MIXED

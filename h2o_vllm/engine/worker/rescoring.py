@@ -164,8 +164,7 @@ class Rescorer:
                     taken.append(centre.data)
                 found.append(self._measure(policy, some, tokens, centre, first=first))
             late = old = self._read(self.scores, layers, blocks, count)
-            if policy.keeps_late_apart:
-                # Where nothing but late attention is collected, all of a score is late.
+            if policy.uses_late:
                 late = old - self._read(self.early, layers, blocks, count)
             parts = {
                 name: _by_eviction(_joined([one[name] for one in found], 0), count)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from h2o_vllm.errors import AccountingError
 from h2o_vllm.policy.ranks import NEVER
 
 if TYPE_CHECKING:
@@ -68,23 +69,29 @@ class StepRows:
         return np.cumsum(self.query_lens, dtype=np.int64) - self.query_lens
 
     @cached_property
-    def scored_queries(self) -> NDArray[np.int32]:
-        """[B]: how many of a row's queries, the last ones, have their probabilities added up.
+    def scored(self) -> NDArray[np.bool_]:
+        """[B]: rows whose queries have their probabilities added up: all of a row's, or none.
 
         By position and never by chunk, so that neither the batch, nor a preemption, whose replay
-        computes many generated tokens at once, has a say.
+        computes many generated tokens at once, has a say: chunks end before the first scored query.
+
+        Raises:
+            AccountingError: one does not.
         """
-        return np.minimum(np.maximum(self.seq_lens - self.first_scored, 0), self.query_lens)
+        scored = (self.seq_lens > self.first_scored) & (self.query_lens > 0)
+        if (scored & (self.computed < self.first_scored)).any():
+            raise AccountingError("a chunk of a prompt has queries that are scored, and others")
+        return scored
 
     @cached_property
     def decodes(self) -> NDArray[np.bool_]:
         """[B]: rows with one query, which is scored: our kernel attends for them."""
-        return (self.scored_queries == 1) & (self.query_lens == 1)
+        return self.scored & (self.query_lens == 1)
 
     @property
     def prompts(self) -> NDArray[np.bool_]:
-        """[B]: rows with several queries, scored ones among them."""
-        return (self.scored_queries > 0) & (self.query_lens > 1)
+        """[B]: rows with several queries, which are scored."""
+        return self.scored & (self.query_lens > 1)
 
     def new_tokens(self) -> NDArray[np.int64] | slice:
         """Positions in the batch of the tokens whose attention will be collected."""

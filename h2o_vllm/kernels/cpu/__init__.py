@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from h2o_vllm.kernels.cpu.reference import compact as compact
     from h2o_vllm.kernels.cpu.reference import order as order
     from h2o_vllm.kernels.cpu.reference import reset_scores as reset_scores
-    from h2o_vllm.kernels.cpu.reference import score_prompt as score_prompt
 else:
 
     def __getattr__(name: str) -> Any:
@@ -48,11 +47,7 @@ else:
         return getattr(load(), name)
 
 
-KERNELS = frozenset(
-    {
-        "attend_decode", "attend_prompt", "compact", "order", "reset_scores", "score_prompt",
-    }
-)  # fmt: skip
+KERNELS = frozenset({"attend_decode", "attend_prompt", "compact", "order", "reset_scores"})
 _NAMES = ("cpp", "reference")
 
 COST = "attention and evictions take many times as long as with the C++ kernels"

@@ -162,7 +162,7 @@ def _run(
     starts: Tensor,
     rows: Tensor,
     scale: float,
-    out: Tensor | None = None,
+    out: Tensor,
     scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -176,10 +176,10 @@ def _run(
     _, heads, block, width = kv_cache.shape
     call = _Call(
         query.data_ptr(), kv_cache.data_ptr(), scores.data_ptr(), block_table.data_ptr(),
-        seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), None if out is None else out.data_ptr(),
+        seq_lens.data_ptr(), starts.data_ptr(), rows.data_ptr(), out.data_ptr(),
         None if sinks is None else sinks.data_ptr(),
         *([None] * 4 if lanes is None else [tensor.data_ptr() for tensor in lanes]),
-        query.stride(0), 0 if out is None else out.stride(0), block_table.stride(0),
+        query.stride(0), out.stride(0), block_table.stride(0),
         0 if lanes is None else lanes.pages.stride(1),
         count, count if scored is None else scored, heads, query.shape[1] // heads, width // 2, block,
         _DTYPES[query.dtype], prompt, scale, softcap,
@@ -191,15 +191,3 @@ attend_decode = partial(_run, prompt=False)
 """See :func:`.reference.attend_decode`."""
 attend_prompt = partial(_run, prompt=True)
 """See :func:`.reference.attend_prompt`."""
-
-
-def score_prompt(
-    batch: PagedBatch,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`.reference.score_prompt`."""
-    _run(batch, query_start_loc, rows, scale, softcap=softcap, sinks=sinks, prompt=True)

@@ -67,39 +67,23 @@ def attend_decode(
         _attend(batch, row, query, scale, out, softcap, sinks, scores=scores)
 
 
-def score_prompt(
+def attend_prompt(
     batch: PagedBatch,
     query_start_loc: Tensor,
     rows: Tensor,
     scale: float,
+    out: Tensor,
+    scored: int | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Column sums of the causal softmax of each listed row's queries, added to ``batch.scores``.
+    """Causal attention of several queries per listed row, whose probabilities are added as well.
 
     The queries of a row are the last ``query_start_loc[row + 1] - query_start_loc[row]`` positions of
     its live sequence; there may be context before them (chunked prefill, prefix-cache hit).
 
     Args:
         query_start_loc: [B + 1], int32. The others are those of :func:`attend_decode`.
-    """
-    attend_prompt(batch, query_start_loc, rows, scale, None, None, softcap, sinks)
-
-
-def attend_prompt(
-    batch: PagedBatch,
-    query_start_loc: Tensor,
-    rows: Tensor,
-    scale: float,
-    out: Tensor | None,
-    scored: int | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """:func:`score_prompt` that also writes the attention output of the same queries to ``out``.
-
-    Args:
-        scored, softcap, sinks: as for :func:`attend_decode`.
     """
     for i, row in enumerate(rows.tolist()):
         tokens = slice(int(query_start_loc[row]), int(query_start_loc[row + 1]))
@@ -137,7 +121,7 @@ def _attend(
     row: int,
     tokens: slice,
     scale: float,
-    out: Tensor | None,
+    out: Tensor,
     softcap: float,
     sinks: Tensor | None,
     *,
@@ -149,8 +133,7 @@ def _attend(
     if batch.lanes is not None and batch.lanes.rows[row] >= 0:
         for head, (mine, alone) in enumerate(heads_apart(batch, row)):
             sink = None if sinks is None else sinks.unflatten(0, (-1, mine.stop - mine.start))[head]
-            to = None if out is None else out[:, mine]
-            _attend(alone, 0, tokens, scale, to, softcap, sink, scores=scores)
+            _attend(alone, 0, tokens, scale, out[:, mine], softcap, sink, scores=scores)
         return
     keys, values = _token_views(batch.kv_cache)
     for start in range(tokens.start, tokens.stop, STEP):
@@ -160,8 +143,7 @@ def _attend(
         prob, attended, _ = reference.attend(
             batch.query[part], keys, values, where, scale, softcap, sinks, precision
         )
-        if out is not None:
-            out[part] = attended.to(out.dtype)
+        out[part] = attended.to(out.dtype)
         if scores:
             reference.add_probabilities(batch.scores, where, prob)
 

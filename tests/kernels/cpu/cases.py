@@ -55,7 +55,7 @@ def make_batch(
     return Batch(**{**vars(made), **views})
 
 
-def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None = None) -> None:
+def check(batch: Batch, out: Tensor, scores: Tensor, scored: int | None = None) -> None:
     """Output and scores against the reference. Only the first ``scored`` rows may have changed their scores;
     by default all."""
     exact, exact_scores = batch.out(), batch.scores.clone()
@@ -66,9 +66,8 @@ def check(batch: Batch, out: Tensor | None, scores: Tensor, scored: int | None =
         mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
         assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
         exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
-    if out is not None:
-        # What the exact value loses by being stored in this dtype is nobody's fault.
-        cases.assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
+    # What the exact value loses by being stored in this dtype is nobody's fault.
+    cases.assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
     cases.assert_no_worse(
         batch.used_scores(scores), batch.used_scores(exact_scores),
         batch.used_scores(plain_scores), 2e-5,
@@ -87,15 +86,11 @@ def check_decode(impl: ModuleType, batch: Batch, scored: int | None = None) -> N
 
 
 def check_prompt(impl: ModuleType, batch: Batch, scored: int | None = None) -> None:
-    """Attention of several queries per row, and if all are scored their scores alone; see :func:`check`."""
+    """Attention of several queries per row; see :func:`check`."""
     out, scores = batch.out(), batch.scores.clone()
     arguments = (batch.query_start_loc, batch.rows, batch.scale)
     impl.attend_prompt(batch.paged(scores), *arguments, out, scored, **batch.softmax)
     check(batch, out, scores, scored)
-    if scored is None:
-        scores = batch.scores.clone()
-        impl.score_prompt(batch.paged(scores), *arguments, **batch.softmax)
-        check(batch, None, scores)
 
 
 def attended_by_vllm(batch: Batch) -> Tensor:

@@ -20,7 +20,7 @@ struct Call {
   const int32_t* lens;         // [B]
   const int32_t* starts;       // decode: [R] token of each listed row; prompt: [B + 1]
   const int32_t* rows;         // [R]; the first `scored` of them add to the scores
-  void* out;                   // [T, H, D] or null
+  void* out;                   // [T, H, D]
   const float* sinks;          // [H] logits of no key, or null
   const int32_t* lane_rows;    // [B] where a row's lanes stand in the next three, or -1; null: no row has any
   const int32_t* lane_pages;   // [S, KH, MP], stride lane_stride

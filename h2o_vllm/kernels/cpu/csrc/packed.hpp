@@ -53,11 +53,11 @@ class PackedRows {
   const Layer& layer;
   const Packed& packed;
   int rows, first_limit;  // row m sees first_limit + m / group tokens
-  bool attends, scored;   // whether there are an output and column sums
+  bool scored;            // whether there are column sums
   float *out, *top, *sum; // [padded rows, D] in the order of column(), [rows], [rows]: in base 2, of all runs
 
-  PackedRows(const Layer& layer, const Packed& packed, bool attends, bool scored, int tokens)
-      : layer(layer), packed(packed), rows(0), first_limit(0), attends(attends), scored(scored) {
+  PackedRows(const Layer& layer, const Packed& packed, bool scored, int tokens)
+      : layer(layer), packed(packed), rows(0), first_limit(0), scored(scored) {
     const int64_t most = padded(MOST), runs = (tokens + RUN - 1) / RUN;
     const int64_t kept = scored ? (runs * MOST * RUN + 1) / 2 : 0, tops = scored ? runs * MOST : 0;
     float* memory = space().get(most * (SPAN + PROB_SPAN / 2 + layer.size + 2) + tops + kept + 64);
@@ -75,7 +75,7 @@ class PackedRows {
     const int keys = first_limit + rows / layer.group - 1;
     std::fill_n(top, rows, -INFINITY);
     std::fill_n(sum, rows, 0.f);
-    if (attends) std::fill_n(out, int64_t(padded(rows)) * layer.size, 0.f);
+    std::fill_n(out, int64_t(padded(rows)) * layer.size, 0.f);
     for (int run = 0; run * RUN < keys; ++run) {
       const int begin = run * RUN, length = std::min(RUN, keys - begin);
       const int whole = (length + layer.block - 1) / layer.block * layer.block, last = padded(rows);
@@ -86,14 +86,12 @@ class PackedRows {
       for (int m = first_padded(begin); m < rows; ++m) {
         const int n = std::clamp(first_limit + m / layer.group - begin, 0, length);
         f16* kept = kept_ + (int64_t(run) * MOST + m) * RUN;
-        if (attends && scored) exponentials<true, true>(m, n, whole, kept);
-        else if (attends) exponentials<true, false>(m, n, whole, kept);
-        else exponentials<false, true>(m, n, whole, kept);
+        if (scored) exponentials<true>(m, n, whole, kept);
+        else exponentials<false>(m, n, whole, kept);
         if (scored) tops_[run * MOST + m] = top[m];
       }
-      if (attends)
-        K::outputs(prob_, PROB_SPAN, packed.values + int64_t(begin) / 2 * layer.size, whole, first_padded(begin), last,
-                   layer.size, out);
+      K::outputs(prob_, PROB_SPAN, packed.values + int64_t(begin) / 2 * layer.size, whole, first_padded(begin), last,
+                 layer.size, out);
     }
   }
 
@@ -143,7 +141,7 @@ class PackedRows {
 
   // Row m of a run, of which it sees n keys: maximum and sum so far, the output so far brought to that maximum,
   // probabilities to be multiplied with V, and what add_columns() wants; zeros behind the n.
-  template <bool ATTENDS, bool SCORED>
+  template <bool SCORED>
   void exponentials(int m, int n, int whole, f16* kept) {
     float* row = logits_ + m * SPAN;
     uint16_t* prob = prob_ + m * PROB_SPAN;
@@ -165,23 +163,23 @@ class PackedRows {
     for (i = 0; i < full; i += W) {
       const vf x = exp2_short(load(row + i) * factor - best);
       total += x;
-      if (ATTENDS) Pairs::put(prob, i, x);
+      Pairs::put(prob, i, x);
       if (SCORED) keep(kept + i, x);
     }
     if (rest) {
       const vf x = (vf)_mm512_maskz_mov_ps(rest, (__m512)exp2_short(load(row + i) * factor - best));
       total += x;
-      if (ATTENDS) Pairs::put(prob, i, x);
+      Pairs::put(prob, i, x);
       if (SCORED) keep(kept + i, x);
       i += W;
     }
-    if (ATTENDS) std::fill(prob + i, prob + std::max(i, whole), uint16_t(0));
+    std::fill(prob + i, prob + std::max(i, whole), uint16_t(0));
     if (SCORED) std::memset(kept + i, 0, (RUN - i) * sizeof(f16));
     if (!n) return;
     const float by = std::exp2(before - best);
     top[m] = best;
     sum[m] = sum[m] * by + hsum(total);
-    if (ATTENDS && by != 1)
+    if (by != 1)
       for (int d = 0; d < layer.size; d += W) {
         float* to = out + int64_t(m) * layer.size + d;
         store(to, load(to) * by);

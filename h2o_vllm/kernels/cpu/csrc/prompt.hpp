@@ -96,8 +96,7 @@ struct Prompts : Batch {
       tile.logits(queries<K>(token, here, task.head, memory), e);
       tile.exponentials(e, top, sum);
       for (int m = 0; m < tile.rows; ++m) inverse[m] = 1 / (sum[m] + sink(task, m, top[m]));
-      tile.normalise(e, inverse, call.out ? (Prob*)e : nullptr, span * PROBS, sums);
-      if (!call.out) continue;
+      tile.normalise(e, inverse, (Prob*)e, span * PROBS, sums);
       std::fill_n(out, int64_t(tile.rows) * call.size, 0.f);
       tile.values((Prob*)e, span * PROBS, out);
       write<K>(token, here, task.head, out);
@@ -144,7 +143,7 @@ struct Prompts : Batch {
     const int end = cut(task, task.split + 1), keys = length - n + end, step = step_of(task);
     const Tile<K> tile{layer, pages(task)};
     const Packed packed = Packed::of([&](int b) { return tile.page(b); }, keys, call.block, call.size);
-    PackedRows<K> rows(layer, packed, call.out, task.scored, keys);
+    PackedRows<K> rows(layer, packed, task.scored, keys);
     const int64_t span = blocks(task) * call.block, most = rows.padded(step * call.group);
     float *memory = own(most * (call.size + 1) + span), *inverse = memory + most * call.size;
     float* sums = part ? part : inverse + most;
@@ -158,15 +157,14 @@ struct Prompts : Batch {
       rows.attend(q);
       for (int m = 0; m < rows.rows; ++m) inverse[m] = 1 / (rows.sum[m] + sink(task, m, rows.top[m]));
       if (task.scored) rows.add_columns(inverse, sums);
-      for (int m = 0; m < rows.rows && call.out; ++m)
-        rows.write(m, inverse[m], output<T>(token, task.head, m));
+      for (int m = 0; m < rows.rows; ++m) rows.write(m, inverse[m], output<T>(token, task.head, m));
     }
     if (task.scored && !part) add(task, sums);
   }
 #endif
 #ifdef H2O_AMX
   bool few(const Task& task) const {
-    return call.out && !task.scored && FewRows::fit(call.block, call.size, count(task.row) * call.group);
+    return !task.scored && FewRows::fit(call.block, call.size, count(task.row) * call.group);
   }
   // alone() of few queries: all of them against each run of keys.
   void by_matrices(const Task& task) const {

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from h2o_vllm.blocks.plan import EvictionParams
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
+
+if TYPE_CHECKING:
+    from h2o_vllm.engine.cuda.variants import Variant
 
 
 def params_of(policy: Policy, prompt: int = 9, **more: int) -> EvictionParams:
@@ -35,3 +41,12 @@ def rows_of(
         np.array(seq_lens, dtype=np.int32),
         np.array([one.first_scored for one in known], dtype=np.int32),
     )
+
+
+def captured_by(policy: str, heads: str | None = None) -> tuple[Variant, ...]:
+    """What a server with this default policy captures; ``heads``: its default, if they may share slots."""
+    from h2o_vllm.engine.cuda.variants import variants_of
+
+    reason = "" if heads else "not here"
+    options = {"kv_policy": policy, "kv_heads": heads, "kv_calibration": "unread"}
+    return variants_of(H2OConfig(**options, equal_heads_reason=reason))

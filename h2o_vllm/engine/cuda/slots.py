@@ -25,16 +25,18 @@ class PolicySlots:
 
     Args:
         num_slots: number of requests that the runner can hold.
+
+    Attributes:
+        evicts: whether the request can evict.
+        first_scored: position of its first scored query; pinned: tokens in pinned blocks.
+        holes: blocks evicted so far. shared: blocks after the pinned ones with slots that KV heads share.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._evicts: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
-        self._first_scored: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
-        self._pinned: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
-        self._holes: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
-        self._shared: NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
+        self.evicts: NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.first_scored: NDArray[np.int32] = np.full(num_slots, NEVER, dtype=np.int32)
+        self.pinned, self.holes, self.shared = np.zeros((3, num_slots), dtype=np.int32)
         self._waiting: dict[str, EvictionParams] = {}
-        self._placed: set[int] = set()
 
     def start(self, policies: Mapping[str, EvictionParams]) -> None:
         """Add the requests that evict and enter the batch in this step."""
@@ -46,53 +48,20 @@ class PolicySlots:
             self._waiting.pop(request_id, None)
             slot = slots.get(request_id)
             if slot is not None:
-                self._evicts[slot] = False
-                self._first_scored[slot] = NEVER
-                self._pinned[slot] = self._holes[slot] = self._shared[slot] = 0
-                self._placed.discard(slot)
+                self.evicts[slot] = False
+                self.first_scored[slot] = NEVER
+                self.pinned[slot] = self.holes[slot] = self.shared[slot] = 0
 
     def place(self, slots: Mapping[str, int]) -> None:
         """Write the parameters of started requests into their slots."""
         for request_id in [one for one in self._waiting if one in slots]:
             slot, params = slots[request_id], self._waiting.pop(request_id)
-            self._evicts[slot] = True
-            self._first_scored[slot] = params.first_scored
-            self._pinned[slot] = params.pinned
-            self._holes[slot], self._shared[slot] = params.holes, 0
-            self._placed.add(slot)
+            self.evicts[slot] = True
+            self.first_scored[slot] = params.first_scored
+            self.pinned[slot] = params.pinned
+            self.holes[slot], self.shared[slot] = params.holes, 0
 
     @property
     def any_evicts(self) -> bool:
         """Whether any request of the runner evicts, in this batch or not."""
-        return bool(self._placed or self._waiting)
-
-    def punched(self, slot: int, count: int) -> None:
-        """Add ``count`` evicted blocks to the request in ``slot``."""
-        self._holes[slot] += count
-
-    def share(self, slot: int, count: int) -> None:
-        """Set how many blocks after the pinned ones have slots that the KV heads share."""
-        self._shared[slot] = count
-
-    def evicts(self, slots: NDArray[np.intp]) -> NDArray[np.bool_] | None:
-        """Which batch rows can evict, or ``None`` if none can."""
-        if not self._placed:
-            return None
-        evicts = self._evicts[slots]
-        return evicts if evicts.any() else None
-
-    def first_scored(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Position of the first scored query per batch row."""
-        return self._first_scored[slots]
-
-    def pinned(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Tokens in pinned blocks per batch row."""
-        return self._pinned[slots]
-
-    def holes(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Blocks evicted so far per batch row."""
-        return self._holes[slots]
-
-    def shared(self, slots: NDArray[np.intp]) -> NDArray[np.int32]:
-        """Blocks with slots that the KV heads share, per batch row."""
-        return self._shared[slots]
+        return bool(self._waiting) or bool(self.evicts.any())

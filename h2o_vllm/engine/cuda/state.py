@@ -79,7 +79,7 @@ class CudaState(WorkerState):
         super().compact(evictions)
         for one in evictions:
             if not one.heavy_blocks and self._heavy_blocks.pop(one.request_id, ()):
-                self.policies.share(self.request_slots[one.request_id], 0)
+                self.policies.shared[self.request_slots[one.request_id]] = 0
 
     def rows(self, common: CommonAttentionMetadata) -> StepRows | None:
         """The rows of this batch, or ``None`` if no row evicts. Also sets the step's variant.
@@ -96,8 +96,8 @@ class CudaState(WorkerState):
                     "attention would read their freed blocks. A runner's prepare_attn has to call ours"
                 )
             self.policies.place(self.request_slots)
-            evicts = self.policies.evicts(slots)
-            if evicts is not None:
+            evicts = self.policies.evicts[slots]
+            if evicts.any():
                 assert common.seq_lens_cpu_upper_bound is not None
                 # Exact, as speculative decoding is refused.
                 seq_lens = common.seq_lens_cpu_upper_bound.numpy()
@@ -105,7 +105,7 @@ class CudaState(WorkerState):
                     evicts,
                     common.query_start_loc_cpu.numpy(),
                     seq_lens,
-                    self.policies.first_scored(slots),
+                    self.policies.first_scored[slots],
                 )
         shares = rows is not None and self.shared_blocks(common) is not None
         self.step_variant.current = variant_of(rows, self.step_variant.captured, shares=shares)
@@ -122,7 +122,7 @@ class CudaState(WorkerState):
         if not self._heavy_blocks:
             return None
         shared = np.zeros(common.num_reqs, dtype=np.int32)
-        shared[: len(self._slots)] = self.policies.shared(self._slots)
+        shared[: len(self._slots)] = self.policies.shared[self._slots]
         return shared if shared.any() else None
 
     def lane_rows(
@@ -133,7 +133,7 @@ class CudaState(WorkerState):
         rows[:, 0] = -1
         sharing = np.flatnonzero(shared)
         slots = self._slots[sharing]
-        pinned = self.policies.pinned(slots) // self.block_size
+        pinned = self.policies.pinned[slots] // self.block_size
         rows[sharing] = np.stack([slots, pinned, shared[sharing]], axis=1)
         return rows
 
@@ -141,19 +141,19 @@ class CudaState(WorkerState):
         """Note that ``count`` blocks leave a request's block table. Unknown ids are ignored."""
         slot = self.request_slots.get(request_id)
         if slot is not None:
-            self.policies.punched(slot, count)
+            self.policies.holes[slot] += count
 
     def live_lens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
         """Live length of each row, on the host, [B], int32; of a row that does not evict its length."""
         assert common.seq_lens_cpu_upper_bound is not None
         live: NDArray[np.int32] = common.seq_lens_cpu_upper_bound.numpy().copy()
-        live[: len(self._slots)] -= self.policies.holes(self._slots) * self.block_size
+        live[: len(self._slots)] -= self.policies.holes[self._slots] * self.block_size
         return live
 
     def pinned_tokens(self, common: CommonAttentionMetadata) -> NDArray[np.int32]:
         """Tokens in pinned blocks of each row, [B], int32; 0 for padding and for rows that do not evict."""
         pinned = np.zeros(common.num_reqs, dtype=np.int32)
-        pinned[: len(self._slots)] = self.policies.pinned(self._slots)
+        pinned[: len(self._slots)] = self.policies.pinned[self._slots]
         return pinned
 
     def note_served(self, batch: ScoredBatch, attention: object) -> None:
@@ -186,7 +186,7 @@ class CudaState(WorkerState):
                 blocks = (one.heavy_blocks, one.doomed_blocks, one.fresh_blocks)
                 shared.append(kernels.Compaction(*blocks, slot))
                 self._heavy_blocks[one.request_id] = one.heavy_blocks
-                self.policies.share(slot, len(one.heavy_blocks))
+                self.policies.shared[slot] = len(one.heavy_blocks)
             else:
                 equal.append(kernels.Compaction(one.heavy_blocks, one.doomed_blocks))
         for some, lanes in ((equal, None), (shared, self.lanes)):

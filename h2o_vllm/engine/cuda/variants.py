@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.config.options import H2OConfig
     from h2o_vllm.engine.worker.rows import StepRows
-    from h2o_vllm.policy.policy import Policy
 
 
 class Variant(Enum):
@@ -25,7 +24,7 @@ class Variant(Enum):
     A replayed CUDA graph cannot branch on its batch. So each variant has graphs of its own, and each step
     selects a variant. A batch without budgets launches exactly what stock vLLM launches.
 
-    Not all variants are captured, see :func:`variants_for`. ``SCORED`` and ``HOLES`` only save time: without
+    Not all variants are captured, see :func:`variants_of`. ``SCORED`` and ``HOLES`` only save time: without
     their graphs, their batches are served as ``MIXED``.
     """
 
@@ -41,9 +40,7 @@ class Variant(Enum):
     """As ``MIXED``, where KV heads of some rows share slots: our attention finds their keys by page."""
 
 
-def variants_for(
-    policy: Policy, *, may_share: bool = False, shares: bool = False
-) -> tuple[Variant, ...]:
+def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
     """The variants that a server captures for each batch size, by its default policy.
 
     ``MIXED`` serves each batch with budgets, except where heads share slots. If all rows are scored decodes,
@@ -53,28 +50,16 @@ def variants_for(
     only the one that fits its default policy.
 
     Shared heads have graphs of their own: a kernel that finds keys by page waits for one more load per tile,
-    which should not slow down other requests.
-
-    Args:
-        policy: the server's default policy.
-        may_share: whether requests may share heads. shares: whether they do by default; then ``SHARED``
-            replaces the variant that only saves time.
+    which should not slow down other requests. If heads share slots by default, ``SHARED`` replaces the
+    variant that only saves time.
     """
+    policy = config.default_policy
     quicker = Variant.SCORED if policy.needs_scores else Variant.HOLES
-    if not may_share:
+    if config.equal_heads_reason:
         return Variant.STOCK, Variant.MIXED, quicker
-    if shares:
+    if config.heads_of(policy) == "shared":
         return Variant.STOCK, Variant.MIXED, Variant.SHARED
     return Variant.STOCK, Variant.MIXED, quicker, Variant.SHARED
-
-
-def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
-    """:func:`variants_for` the server of this configuration."""
-    return variants_for(
-        config.default_policy,
-        may_share=not config.equal_heads_reason,
-        shares=config.heads_of(config.default_policy) == "shared",
-    )
 
 
 def variant_of(
@@ -100,14 +85,13 @@ def variant_of(
     return Variant.SCORED if all_ours and Variant.SCORED in captured else Variant.MIXED
 
 
-def row_flags(rows: StepRows, shared: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+def row_flags(rows: StepRows, shared: NDArray[np.bool_] | bool = False) -> NDArray[np.int32]:
     """Flags of each row for ``compact_tables`` and the plan, [B]. ``SCORED`` marks rows that we attend.
 
     Args:
         shared: [B], rows whose heads share slots, which vLLM's kernels cannot read.
     """
-    ours = rows.decodes if shared is None else rows.decodes | shared
-    flags = np.where(rows.evicts, EVICTING, 0) | np.where(ours, SCORED, 0)
+    flags = np.where(rows.evicts, EVICTING, 0) | np.where(rows.decodes | shared, SCORED, 0)
     return flags.astype(np.int32)
 
 

@@ -20,8 +20,8 @@ from h2o_vllm.engine.cuda.graphs import (
     VariantGraphManager,
     captured_variants,
 )
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
-from h2o_vllm.policy.policy import Policy
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from tests.engine.rows import captured_by
 
 pytestmark = pytest.mark.table
 
@@ -46,7 +46,7 @@ def make_manager(sizes: list[int], mode: CUDAGraphMode, policy: str = "h2o") -> 
             "vllm.v1.worker.gpu.cudagraph_utils.current_platform",
             SimpleNamespace(get_global_graph_pool=lambda: None),
         )
-        variants = StepVariant(captured=variants_for(Policy.parse(policy)))
+        variants = StepVariant(captured=captured_by(policy))
         manager.__init__(variants, config, torch.device("cpu"), mode, decode_query_len=1)
     made: VariantGraphManager = manager
     return made
@@ -60,7 +60,7 @@ def test_every_full_graph_is_captured_once_per_variant(mode: CUDAGraphMode, poli
     manager = make_manager([1, 2, 4], mode, policy)
     full = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.variant) for d in full] == [
-        (size, variant) for size in (4, 2, 1) for variant in variants_for(Policy.parse(policy))
+        (size, variant) for size in (4, 2, 1) for variant in captured_by(policy)
     ]
     piecewise = manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
     assert len(piecewise) == (3 if mode is CUDAGraphMode.FULL_AND_PIECEWISE else 0)
@@ -138,9 +138,7 @@ def test_the_runner_captures_for_the_servers_default_policy(
             ),
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
-        assert runner.step_variant.captured == variants_for(
-            Policy.parse(policy), may_share=ranks == 1
-        )
+        assert runner.step_variant.captured == captured_by(policy, "equal" if ranks == 1 else None)
 
 
 def test_entries_of_a_table_are_staged_in_runs() -> None:

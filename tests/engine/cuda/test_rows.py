@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from h2o_vllm.engine.cuda.slots import PolicySlots
-from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of, variants_for
+from h2o_vllm.engine.cuda.variants import Variant, row_flags, variant_of
 from h2o_vllm.errors import AccountingError
 from h2o_vllm.kernels.triton import EVICTING, SCORED
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
-from tests.engine.rows import params_of
+from tests.engine.rows import captured_by, params_of
 from tests.engine.rows import rows_of as step
 from tests.served import SERVED, policy_of
 
@@ -38,7 +38,7 @@ H2O, WINDOW, RANDOM, SNAPKV, KEY = map(Policy.parse, ("h2o", "window", "random",
 def test_the_variant_follows_from_the_rows(
     policies: list[Policy | None], query_lens: list[int], variant: Variant
 ) -> None:
-    assert variant_of(step(policies, query_lens, query_lens), variants_for(H2O)) is variant
+    assert variant_of(step(policies, query_lens, query_lens), captured_by("h2o")) is variant
 
 
 @pytest.mark.parametrize(
@@ -58,20 +58,20 @@ def test_where_the_default_policy_scores_nothing_so_does_a_graph(
 ) -> None:
     prompts = [100] * len(policies)
     rows = step(policies, query_lens, query_lens, prompts)
-    assert variant_of(rows, variants_for(KEY)) is variant
+    assert variant_of(rows, captured_by("key")) is variant
 
 
 def test_a_server_captures_as_many_variants_whatever_its_policy() -> None:
     for name in SERVED:
-        stock, mixed, third = variants_for(policy_of(name))
+        stock, mixed, third = captured_by(name)
         assert (stock, mixed) == (Variant.STOCK, Variant.MIXED)
         assert third is (Variant.SCORED if policy_of(name).needs_scores else Variant.HOLES)
-    assert variant_of(None, variants_for(WINDOW)) is Variant.STOCK
+    assert variant_of(None, captured_by("window")) is Variant.STOCK
 
 
 def test_rows_whose_heads_share_have_a_graph_of_their_own() -> None:
-    assert variants_for(H2O, may_share=True) == (*variants_for(H2O), Variant.SHARED)
-    by_default = variants_for(H2O, may_share=True, shares=True)
+    assert captured_by("h2o", "equal") == (*captured_by("h2o"), Variant.SHARED)
+    by_default = captured_by("h2o", "shared")
     assert by_default == (Variant.STOCK, Variant.MIXED, Variant.SHARED)
     rows = step([H2O, RANDOM, H2O, None], [1, 1, 7, 1, 0], [90, 80, 70, 60, 0])
     assert variant_of(rows, by_default, shares=True) is Variant.SHARED
@@ -86,14 +86,12 @@ def test_a_slot_forgets_what_heads_shared() -> None:
     slots = PolicySlots(4)
     slots.start({"a": params_of(H2O), "b": params_of(H2O)})
     slots.place({"a": 2, "b": 0})
-    for slot in (2, 0):
-        slots.share(slot, 5 + slot)
-    assert slots.shared(np.array([0, 2, 1])).tolist() == [5, 7, 0]
+    slots.shared[:] = [5, 0, 7, 0]
     slots.release(["a"], {"a": 2})
-    assert slots.shared(np.array([0, 2])).tolist() == [5, 0]
+    assert slots.shared.tolist() == [5, 0, 0, 0]
     slots.start({"b": params_of(H2O)})
     slots.place({"b": 0})
-    assert not slots.shared(np.array([0])).any()
+    assert not slots.shared.any()
 
 
 def test_only_scored_decodes_are_ours_to_attend() -> None:
@@ -111,21 +109,18 @@ def test_tokens_whose_attention_is_collected_begin_at_zero() -> None:
 
 def test_slots_learn_and_forget() -> None:
     slots = PolicySlots(4)
-    at = np.array([2, 0])
-    assert slots.evicts(at) is None
+    assert not slots.any_evicts
     slots.start({"a": params_of(SNAPKV, 70, pinned=16), "b": params_of(WINDOW, 8)})
+    assert slots.any_evicts and not slots.evicts.any()
     slots.place({"a": 2})
-    assert slots.pinned(at).tolist() == [16, 0]
-    assert slots.first_scored(at).tolist() == [38, NEVER]
-    evicts = slots.evicts(at)
-    assert evicts is not None and evicts.tolist() == [True, False]
-    assert slots.evicts(np.array([0, 1])) is None
+    assert slots.pinned.tolist() == [0, 0, 16, 0]
+    assert slots.first_scored.tolist() == [NEVER, NEVER, 38, NEVER]
+    assert slots.evicts.tolist() == [False, False, True, False]
     slots.release(["a", "unknown"], {"a": 2})
-    assert slots.evicts(at) is None and slots.pinned(at).tolist() == [0, 0]
-    assert slots.first_scored(at).tolist() == [NEVER, NEVER]
+    assert not slots.evicts.any() and not slots.pinned.any()
+    assert slots.first_scored.tolist() == [NEVER] * 4
     slots.place({"b": 2})
-    evicts = slots.evicts(at)
-    assert evicts is not None and evicts.tolist() == [True, False]
+    assert slots.evicts.tolist() == [False, False, True, False]
 
 
 def test_rows_follow_the_rule_of_one_row() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.calibration.made import calibration_of
@@ -38,7 +37,7 @@ def run(rig: Rig, gpu: FakeGPU) -> None:
         for request in rig.scheduler.running:
             state = rig.blocks.eviction_state(request.request_id)
             assert state is not None
-            known = gpu.state.policies.holes(np.array([slots[request.request_id]]))
+            known = gpu.state.policies.holes[slots[request.request_id]]
             assert known == state.holes
 
 
@@ -107,7 +106,7 @@ def test_a_segment_settles_although_its_request_is_preempted_in_the_same_step(
         rig.take(leave=1)
         gpu.worker.execute_model(rig.step())
         assert rig.both == rig.preemptions == 1 and rig.evictions[-1].seen == 192
-        assert gpu.state.policies.holes(np.array([slot])) == 0
+        assert gpu.state.policies.holes[slot] == 0
         rig.give_back()
         rig.add("one+reader", [*[5] * 170, *[ANSWER] * 30], BY_KEY, max_tokens=NEW)
         run(rig, gpu)

@@ -16,12 +16,12 @@ from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import check_scales, check_softmaxes
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_for
+from h2o_vllm.engine.cuda.variants import StepVariant, Variant
 from h2o_vllm.engine.cuda.worker import H2OGPUWorker
 from h2o_vllm.engine.worker import binding
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.policy.policy import Policy
+from tests.engine.rows import captured_by
 
 pytestmark = pytest.mark.table
 
@@ -78,7 +78,7 @@ def graphs(
     state = SimpleNamespace(
         scores=torch.zeros(1, 1, 1, 1), layers_captured=lambda variant: layers[variant]
     )
-    captured = StepVariant(captured=variants_for(Policy.parse(policy)))
+    captured = StepVariant(captured=captured_by(policy))
     worker = bare_worker(
         # The second one reads the KV of the first.
         _layers=[["first", "second"]],

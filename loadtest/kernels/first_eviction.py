@@ -26,7 +26,7 @@ from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Part
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cuda.state import CudaState
-from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
+from h2o_vllm.engine.worker.rescoring import Rescorer
 from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.policy.policy import Policy
 from loadtest.common.command import command_parser
@@ -46,6 +46,18 @@ DEFAULTS = ("value+end+key", "predicted+value+end+key")
 """What ``auto`` stands for, without and with a calibration."""
 
 
+class _Rescorer(Rescorer):
+    """As a worker on a GPU has it, and on another device."""
+
+    key_value_views_of = staticmethod(CudaState.key_value_views_of)
+
+    def to_device(self, data: Any) -> torch.Tensor:
+        """Without waiting."""
+        device = self.scores.device
+        copied: torch.Tensor = data
+        return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data
+
+
 def on_gpu(length: int, device: str = "cuda", layers: int = LAYERS) -> dict[str, Any]:
     """The row of one length; on another ``device`` without compaction, which is a kernel for GPUs."""
     mine = length // BLOCK_SIZE
@@ -54,14 +66,13 @@ def on_gpu(length: int, device: str = "cuda", layers: int = LAYERS) -> dict[str,
         (layers, blocks, BLOCK_SIZE, KV_HEADS, 2 * HEAD_SIZE), dtype=torch.bfloat16, device=device
     )
     before = torch.rand(layers, blocks, KV_HEADS, BLOCK_SIZE, device=device)
-    scores, early = before.clone(), before * torch.rand_like(before)
     cuda = device == "cuda"
-    rescorer = Rescorer(
-        scores=scores, early=early, first_head=0, read_bytes=CudaState.read_bytes,
-        together=CudaState.rescored_together, calibration=part_of(layers, KV_HEADS, HEAD_SIZE, device),
-        reader=KVReader(list(kv.transpose(2, 3)), CudaState.key_value_views_of),
-        to_device=lambda data: data.pin_memory().to(device, non_blocking=True) if cuda else data,
+    rescorer = _Rescorer(
+        planes=torch.stack([before, before * torch.rand_like(before)]), first_head=0,
+        kv_caches=list(kv.transpose(2, 3)), read_bytes=CudaState.read_bytes, together=CudaState.together,
+        calibration=part_of(layers, KV_HEADS, HEAD_SIZE, device),
     )  # fmt: skip
+    scores = rescorer.scores
     ids = (torch.randperm(blocks - 1) + 1).tolist()
     own, pairs = tuple(ids[:mine]), [tuple(ids[at : at + 2]) for at in range(mine, blocks - 1, 2)]
     heavy, doomed = own[: int(KEPT * mine)], own[int(KEPT * mine) :]

@@ -71,7 +71,7 @@ def state_before(sharing: Sequence[Eviction] = ()) -> CPUState:
     )
     # Of those that have evicted before.
     centre = torch.randn(LAYERS, 1, KV_HEADS, 2 * SIZE + 1, generator=gen).abs_()
-    state.rescorer._centres = defaultdict(lambda: centre)
+    state._centres = defaultdict(lambda: centre)
     return state
 
 

@@ -30,6 +30,15 @@ FIRST = (7, 2, 11, 30, 5, 21, 9)
 """Blocks of a first eviction, in table order."""
 
 
+class PlainRescorer(Rescorer):
+    def to_device(self, data: Any) -> Tensor:
+        return data
+
+    @staticmethod
+    def key_value_views_of(pages: Tensor) -> tuple[Tensor, Tensor]:
+        return pages.split(SIZE, -1)
+
+
 def rescorer_of(**options: Any) -> Rescorer:
     """Over random KV and scores, always the same ones."""
     gen = torch.Generator().manual_seed(0)
@@ -37,14 +46,8 @@ def rescorer_of(**options: Any) -> Rescorer:
     planes[1] *= planes[0]
     caches = [torch.randn(BLOCKS, HEADS, BLOCK, 2 * SIZE, generator=gen) for _ in range(LAYERS)]
     calibration = calibration_of(LAYERS, HEADS, SIZE).part(0, HEADS)
-    return Rescorer(
-        scores=planes[0],
-        early=planes[1],
-        reader=KVReader(caches, lambda pages: pages.split(SIZE, -1)),
-        to_device=lambda data: data,
-        first_head=0,
-        calibration=calibration,
-        **options,
+    return PlainRescorer(
+        planes=planes, kv_caches=caches, first_head=0, calibration=calibration, **options
     )
 
 
@@ -64,7 +67,7 @@ def later_of(policy: str, fresh: Sequence[int], name: str = "one") -> Eviction:
 
 def tokens_of(rescorer: Rescorer, blocks: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Keys and values, [L, KH, n, D]."""
-    caches = torch.stack(list(rescorer.reader.kv_caches))[:, list(blocks)].float()
+    caches = torch.stack(list(rescorer.kv_caches))[:, list(blocks)].float()
     tokens = caches.transpose(1, 2).flatten(2, 3)
     return tokens[..., :SIZE], tokens[..., SIZE:]
 

@@ -49,8 +49,7 @@ class CPUState(WorkerState):
 
     # Of a prompt of 6,000 tokens three layers of a small model, which stay in the cache while they are read.
     # One by one, so that the others have no say in a request's rounding.
-    read_bytes: ClassVar = 32 << 20
-    rescored_together: ClassVar = 1
+    read_bytes: int = 32 << 20
     reader_class: ClassVar[type[KVReader]] = PagedReader
 
     row_request_ids: Callable[[], Sequence[str]]

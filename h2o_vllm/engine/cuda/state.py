@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,8 +43,8 @@ class CudaState(WorkerState):
     """
 
     # Of a prompt of 8,192 tokens a layer of an 8B model; of 16 requests' blocks of 16 tokens, all layers.
-    read_bytes: ClassVar = 64 << 20
-    rescored_together: ClassVar = 64
+    read_bytes: int = 64 << 20
+    together: int = 64
 
     kv_layers: KVLayers
     workspace: DecodeWorkspace

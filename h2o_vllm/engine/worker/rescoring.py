@@ -8,20 +8,23 @@ has ranked, and writes the scores there. Nothing in here waits for a device.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from h2o_vllm.calibration.file import attention_of
-from h2o_vllm.policy.formulas import Order, draws, first_scores, order
+from h2o_vllm.policy.formulas import draws, first_scores, order
 from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from h2o_vllm.blocks.plan import Eviction
     from h2o_vllm.calibration.file import Part
 
@@ -79,32 +82,56 @@ class KVReader:
 
 
 @dataclass(kw_only=True)
-class Rescorer:
-    """What a worker needs to make scores.
+class Rescorer(ABC):
+    """The scores of a worker, and what it needs to make them.
 
     Attributes:
-        scores, early: see :class:`.WorkerState`. reader: of the same layers.
-        to_device: copies a tensor of the host's to where these are.
+        planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
+        scores: the score of each token, by which evictions rank.
+        early: the part of a score that comes from queries before the late ones (:meth:`.Policy.late_from`):
+            a copy of the score from before the step of the first late query. Valid until the token is first
+            ranked.
+        kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
+        reader: of the same layers.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
         calibration: this worker's part of the model's, on the device, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
-        order: see :func:`.formulas.order`.
-        read_bytes: about as much is read at once, as float32.
-        together: so many evictions of a step are rescored at once, at most.
+        read_bytes: about as much KV is read at once to rank it, as float32.
+        together: so many later evictions of a step are rescored at once, at most.
     """
 
-    scores: Tensor
-    early: Tensor
-    reader: KVReader
-    to_device: Callable[[Tensor], Tensor]
+    reader_class: ClassVar[type[KVReader]] = KVReader
+
+    planes: Tensor
+    scores: Tensor = field(init=False)
+    early: Tensor = field(init=False)
+    kv_caches: Sequence[Tensor]
+    reader: KVReader = field(init=False)
     first_head: int
     calibration: Part | None = None
     add_ranks: Callable[[Tensor], None] | None = None
-    order: Order = order
     read_bytes: int = 4 << 20
     together: int = 1
     _centres: dict[str, Tensor] = field(default_factory=dict, init=False)
     """By request: the data of its :class:`.Centre`, [L, KH, 2 * D + 1], from its first eviction on."""
+
+    def __post_init__(self) -> None:
+        self.scores, self.early = self.planes
+        self.reader = self.reader_class(self.kv_caches, self.key_value_views_of)
+
+    @abstractmethod
+    def to_device(self, data: NDArray[Any] | Tensor) -> Tensor:
+        """``data``, from the host, where ``scores`` are."""
+
+    @staticmethod
+    @abstractmethod
+    def key_value_views_of(pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of pages, [M, KH, BS, 2 * D]: their keys and values, [M, KH, BS, D] each."""
+
+    @staticmethod
+    def order(scores: Tensor) -> Tensor:
+        """See :func:`.formulas.order`."""
+        return order(scores)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are fine. A request that is replayed takes its centre anew."""

@@ -7,76 +7,33 @@ waits for a device: with async scheduling the worker runs ahead of it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
+from h2o_vllm.engine.worker.rescoring import Rescorer
 from h2o_vllm.engine.worker.waves import waves
-from h2o_vllm.policy.formulas import order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from h2o_vllm.blocks.plan import Eviction, StepPlan
-    from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.worker.rows import StepRows
 
 
 @dataclass(kw_only=True)
-class WorkerState(ABC):
+class WorkerState(Rescorer):
     """Scores and their bookkeeping; subclasses know the device's kernels and the runner's batch.
 
     Attributes:
-        planes: ``[2, L, N, KH, BS]``, float32: ``scores``, see :mod:`h2o_vllm.kernels`, and ``early``.
-        scores: the score of each token, by which evictions rank.
-        early: the part of a score that comes from queries before the late ones (:meth:`.Policy.late_from`):
-            a copy of the score from before the step of the first late query. Valid until the token is first
-            ranked.
         kv_cache_group: index of vLLM's KV cache group whose layers these are.
-        kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
-        first_head: number of the first head of the first of these layers, see :func:`.head_number`.
-        calibration: this rank's part of the model's, on the device, if there is one.
-        add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
-        rescorer: makes scores before an eviction ranks by them.
         in_step: whether a real step (not a warm-up) is being executed.
     """
 
-    read_bytes: ClassVar[int]
-    """How much KV is read at once to rank it, as float32."""
-    rescored_together: ClassVar[int]
-    """How many later evictions of a step are rescored at once."""
-    reader_class: ClassVar[type[KVReader]] = KVReader
-
-    planes: torch.Tensor
-    scores: torch.Tensor = field(init=False)
-    early: torch.Tensor = field(init=False)
     kv_cache_group: int
-    kv_caches: Sequence[torch.Tensor]
-    first_head: int
-    calibration: Part | None = None
-    add_ranks: Callable[[torch.Tensor], None] | None = None
-    rescorer: Rescorer = field(init=False)
     in_step: bool = False
-
-    def __post_init__(self) -> None:
-        self.scores, self.early = self.planes
-        self.rescorer = Rescorer(
-            scores=self.scores,
-            early=self.early,
-            reader=self.reader_class(self.kv_caches, self.key_value_views_of),
-            to_device=self.to_device,
-            first_head=self.first_head,
-            calibration=self.calibration,
-            add_ranks=self.add_ranks,
-            order=self.order,
-            read_bytes=self.read_bytes,
-            together=self.rescored_together,
-        )
 
     @property
     def block_size(self) -> int:
@@ -87,11 +44,7 @@ class WorkerState(ABC):
     def start(self, plan: StepPlan) -> None:
         """Store the parameters of requests that enter the batch."""
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Drop requests that leave the batch. Unknown ids are fine."""
-        self.rescorer.release(request_ids)
-
-    def restart(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most know nothing of them
+    def restart(self, request_ids: Iterable[str]) -> None:
         """Requests return after a preemption: their KV is computed anew. Unknown ids are fine."""
 
     @abstractmethod
@@ -107,7 +60,7 @@ class WorkerState(ABC):
         """
         for wave in waves(evictions):
             moving = [eviction for eviction in wave if eviction.moves]
-            self.rescorer.rescore(moving)
+            self.rescore(moving)
             for eviction in moving:
                 if eviction.places:
                     self._empty(eviction)
@@ -150,34 +103,18 @@ class WorkerState(ABC):
             places = tokens if isinstance(tokens, slice) else self.to_device(tokens)
             self._reset(self.planes.flatten(0, 1), slot_mapping[places])
 
-    def confirm(self, computed: Mapping[str, int]) -> None:  # noqa: B027 - GPUs get no drafts
+    def confirm(self, computed: Mapping[str, int]) -> None:
         """Add the attention of the previous step's accepted drafts to the scores; see :class:`.StepPlan`."""
 
-    def expect(  # noqa: B027 - GPUs ask their slots
-        self, request_ids: Iterable[str], drafted: Collection[str] = ()
-    ) -> None:
+    def expect(self, request_ids: Iterable[str], drafted: Collection[str] = ()) -> None:
         """Begin a step that computes tokens of these requests; those in ``drafted`` have drafts."""
 
-    def finish_step(self) -> None:  # noqa: B027 - GPUs have nothing left to do
+    def finish_step(self) -> None:
         """After the forward pass."""
-
-    @abstractmethod
-    def to_device(self, data: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-        """``data``, from the host, where ``scores`` are."""
 
     @abstractmethod
     def _reset(self, scores: torch.Tensor, slots: torch.Tensor) -> None:
         """Set those of ``slots``, [T], in [L, N, KH, BS] to zero."""
-
-    @staticmethod
-    def order(scores: torch.Tensor) -> torch.Tensor:
-        """See :func:`.formulas.order`."""
-        return order(scores)
-
-    @staticmethod
-    @abstractmethod
-    def key_value_views_of(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of pages, [M, KH, BS, 2 * D]: their keys and values, [M, KH, BS, D] each."""
 
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:

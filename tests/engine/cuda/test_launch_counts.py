@@ -35,9 +35,7 @@ class Counted:
         self.gpu, self._place = gpu, "step"
         self.launched: dict[str, Counter[str]] = {}
         self.rescoring = Counter[str]()
-        patch.setattr(
-            gpu.state.rescorer, "rescore", partial(self._rescore, gpu.state.rescorer.rescore)
-        )
+        patch.setattr(gpu.state, "rescore", partial(self._rescore, gpu.state.rescore))
 
         def launch(kernel: Any, *_: Any) -> None:
             self.launched[self._place][kernel.fn.__name__] += 1

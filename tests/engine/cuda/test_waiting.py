@@ -73,7 +73,7 @@ def test_vllms_check_sees_who_waits_in_an_eviction(
     ):
         gpu.worker.__class__ = checked
         step = evicting_step(rig, gpu)
-        owner = gpu.state.rescorer if part == "rescore" else kernels
+        owner = gpu.state if part == "rescore" else kernels
         monkeypatch.setattr(owner, part, waiting)
         with pytest.raises(RuntimeError, match="sync detected"):
             gpu.worker.execute_model(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from h2o_vllm.blocks.counts.trace import TracedEviction
@@ -93,9 +94,8 @@ class TraceRecorder:
         for block in doomed:
             del ranked.positions[block]
         lost = _held(before, owners, eviction.seen) & ~_held(after, now, eviction.seen)
-        self._noted.append(
-            TracedEviction.of(eviction.request_id, eviction.seen, first=first, lost=lost.numpy())
-        )
+        where = np.array(lost.numpy().nonzero(), dtype=np.uint16)
+        self._noted.append(TracedEviction(eviction.request_id, eviction.seen, first, where))
 
     def attach(self, output: Any) -> Any:
         """``output`` of the step, with what was noted since the last call, if anything."""

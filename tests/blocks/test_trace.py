@@ -15,8 +15,9 @@ from h2o_vllm.errors import BudgetError
 
 def eviction(seen: int, lost: list[list[list[int]]], *, first: bool = False) -> TracedEviction:
     """``lost``: positions, of each layer and head."""
-    gone = np.array([[np.isin(np.arange(seen), head) for head in layer] for layer in lost])
-    return TracedEviction.of("a", seen, first=first, lost=gone)
+    places = enumerate(lost)
+    gone = [(i, j, at) for i, layer in places for j, head in enumerate(layer) for at in head]
+    return TracedEviction("a", seen, first, np.array(gone, dtype=np.uint16).T)
 
 
 def traced(*evictions: TracedEviction, seen: int = 8) -> Any:

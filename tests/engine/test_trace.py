@@ -114,14 +114,16 @@ def test_a_trace_is_what_lies_in_the_blocks(
         state.compact([eviction])
         noted = recorder._noted.pop()
         assert (noted.first, noted.seen) == (number == 0, eviction.seen)
+        taken = np.zeros((LAYERS, HEADS, BLOCKS * BLOCK), dtype=bool)
+        taken[tuple(noted.lost)] = True
         # In each layer as many as the blocks that go hold.
-        assert (noted.lost.sum((1, 2)) == HEADS * BLOCK * len(eviction.doomed_blocks)).all()
-        alike = {*noted.lost.sum(2).flatten().tolist()} == {BLOCK * len(eviction.doomed_blocks)}
+        assert (taken.sum((1, 2)) == HEADS * BLOCK * len(eviction.doomed_blocks)).all()
+        alike = {*taken.sum(2).flatten().tolist()} == {BLOCK * len(eviction.doomed_blocks)}
         assert alike != shares or number == 1
         for layer, cache in enumerate(state.kv_caches):
             keys, values = key_value_views(cache)
             for head in range(HEADS):
-                lost = set(np.flatnonzero(noted.lost[layer, head]).tolist())
+                lost = set(np.flatnonzero(taken[layer, head]).tolist())
                 assert lost.isdisjoint(gone[layer][head])
                 gone[layer][head] |= lost
                 pages = pages_of(state, eviction, layer, head)

@@ -27,28 +27,14 @@ class TracedEviction(NamedTuple):
         request_id: the request.
         seen: tokens computed before the eviction.
         first: whether it is the request's first eviction, or its first one after a preemption.
-        bits: :attr:`lost`, eight positions per byte.
+        lost: which positions were evicted: layer, KV head and position of each, [3, n]. Heads that share
+            slots lose different numbers of tokens.
     """
 
     request_id: str
     seen: int
     first: bool
-    bits: NDArray[np.uint8]
-
-    @classmethod
-    def of(
-        cls, request_id: str, seen: int, *, first: bool, lost: NDArray[np.bool_]
-    ) -> TracedEviction:
-        """Pack ``lost``, [L, KH, seen], into bits."""
-        return cls(request_id, seen, first, np.packbits(lost, axis=2))
-
-    @property
-    def lost(self) -> NDArray[np.bool_]:
-        """Which of the ``seen`` positions were evicted, per layer and KV head, [L, KH, seen].
-
-        Heads that share slots lose different numbers of tokens.
-        """
-        return np.unpackbits(self.bits, axis=2, count=self.seen).view(np.bool_)
+    lost: NDArray[np.uint16]
 
 
 def check_traceable(tokens: int, *, stops: bool) -> None:
@@ -114,7 +100,7 @@ class _Trace(NamedTuple):
             self.number.fill(0)
             self.evicted_at.clear()
         self.evicted_at.append(eviction.seen)
-        self.number[:, :, : eviction.seen][eviction.lost] = len(self.evicted_at)
+        self.number[tuple(eviction.lost)] = len(self.evicted_at)
 
     def report(self, seen: int) -> dict[str, Any]:
         """The trace as plain values; see "What a trace says" in ``h2o_vllm/server/README.md``."""

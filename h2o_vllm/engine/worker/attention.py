@@ -86,12 +86,11 @@ class ScoringImpl(AttentionImpl[Any]):
     ) -> torch.Tensor:
         """As the base class; also adds the scored rows' probabilities to the scores."""
         scales = (output_scale, output_block_scale)
-        if not isinstance(attn_metadata, self.scored_metadata):
-            return super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *scales
-            )
         call = AttentionCall(layer, query, key, value, kv_cache, output, *scales)
-        self.attend(call, attn_metadata)
+        if isinstance(attn_metadata, self.scored_metadata):
+            self.attend(call, attn_metadata)
+        else:
+            self.attend_stock(call, attn_metadata)
         return output
 
     def attend(self, call: AttentionCall, batch: Any) -> None:
@@ -100,14 +99,5 @@ class ScoringImpl(AttentionImpl[Any]):
 
     def attend_stock(self, call: AttentionCall, metadata: Any) -> None:
         """Stock attention."""
-        super().forward(
-            call.layer,
-            call.query,
-            call.key,
-            call.value,
-            call.kv_cache,
-            metadata,
-            call.output,
-            call.output_scale,
-            call.output_block_scale,
-        )
+        *given, output, scale, block_scale = call
+        super().forward(*given, metadata, output, scale, block_scale)

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_vllm.policy.fresh import head_number
 
 if TYPE_CHECKING:
-    from h2o_vllm.policy.fresh import Fresh
+    from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
     from h2o_vllm.policy.policy import Policy
 
 Order = Callable[[Tensor], Tensor]
@@ -64,8 +64,7 @@ def value(fresh: Fresh) -> Tensor:
     hardly change it), and for the output o the mean of the values that the first eviction ranked (FastCAOTE).
     Distances are relative to their mean, so that what later queries give to a survivor stays comparable.
     """
-    assert fresh.deviation is not None
-    return mean(fresh) * fresh.deviation
+    return mean(fresh) * fresh.measures["deviation"]
 
 
 def end(fresh: Fresh) -> Tensor:
@@ -73,7 +72,6 @@ def end(fresh: Fresh) -> Tensor:
 
     Beyond the paper, which compresses prompts only: the answer's queries count as they come.
     """
-    assert fresh.late is not None
     return pooled(fresh.late)
 
 
@@ -91,8 +89,7 @@ def key(fresh: Fresh) -> Tensor:
 
     The mean is over the keys that the first eviction ranked; the paper takes it over all keys, at each one.
     """
-    assert fresh.similarity is not None
-    return -fresh.similarity
+    return -fresh.measures["similarity"]
 
 
 def predicted(fresh: Fresh) -> Tensor:
@@ -101,8 +98,7 @@ def predicted(fresh: Fresh) -> Tensor:
     Predicted from the token's own keys and values (:mod:`h2o_vllm.calibration`). The first four tokens,
     attention's sinks, come first: what attends to them does not show in their KV.
     """
-    assert fresh.predicted is not None
-    given = torch.where(fresh.positions < SINKS, MOST, fresh.predicted)
+    given = torch.where(fresh.positions < SINKS, MOST, fresh.measures["predicted"])
     return given * torch.exp(fresh.positions * NEWER)
 
 
@@ -110,6 +106,14 @@ FORMULAS: dict[str, Callable[[Fresh], Tensor]] = {
     formula.__name__: formula for formula in (predicted, attention, mean, value, end, key)
 }
 """By the rank's name: of those that give a token one score, when it is first ranked."""
+
+MEASURES: dict[str, Callable[[Tokens, Centre], Tensor]] = {
+    "similarity": lambda tokens, centre: centre.similarity(tokens),
+    "deviation": lambda tokens, centre: centre.distances(tokens),
+}
+"""What ranks need of a token's key or value, [L, m, KH, BS] of m blocks, compared with the centre of their
+request. ``deviation`` is then divided by its mean over the first eviction. One more is ``predicted``: the
+attention that a token is expected to get, above 0, by the model's calibration."""
 
 
 def order(scores: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Worker process; torch only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,26 +28,21 @@ def head_number(layer: int, head: int) -> int:
 class Fresh:
     """n tokens each of E evictions, in L layers and KH heads; they follow each other in the text.
 
-    Tensors are [L, E, KH, n], float32, if nothing else is said. A policy's formulas find what
-    :attr:`.Policy.measures` names.
+    Tensors are [L, E, KH, n], float32, if nothing else is said.
 
     Attributes:
         scores: the attention collected so far.
         positions: of the tokens in the sequence, [E, 1, n].
         seen: queries so far, which is tokens computed so far, [E, 1, 1].
         late: how much of the scores the prompt's last queries and all behind them have given.
-        similarity: the cosine of each token's key and the centre's direction.
-        deviation: how far each token's value lies from the centre's, relative to the centre's mean distance.
-        predicted: the attention that each token is expected to get, above 0.
+        measures: of keys and values, those that :attr:`.Policy.measures` names; see :data:`.MEASURES`.
     """
 
     scores: Tensor
     positions: Tensor
     seen: Tensor
-    late: Tensor | None = None
-    similarity: Tensor | None = None
-    deviation: Tensor | None = None
-    predicted: Tensor | None = None
+    late: Tensor
+    measures: Mapping[str, Tensor]
 
 
 class Tokens:

@@ -125,13 +125,13 @@ class Policy:
 
     @property
     def measures(self) -> frozenset[str]:
-        """What of keys and values its ranks need: names of fields of :class:`.Fresh`."""
+        """What of keys and values its ranks need, see :data:`.MEASURES`."""
         return frozenset(rank.measure for rank in self.ranks if rank.measure)
 
     @property
     def compares(self) -> bool:
         """Whether it compares tokens with a :class:`.Centre`."""
-        return not self.measures.isdisjoint(("similarity", "deviation"))
+        return bool(self.measures - {"predicted"})
 
     @property
     def anew(self) -> bool:

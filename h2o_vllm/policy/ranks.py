@@ -37,7 +37,7 @@ class Rank:
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_heads_reason: why the KV heads of a layer cannot share slots by its scores; empty: they can.
         calibrated: whether it needs a calibration of the model (``--kv-calibration``).
-        measure: the field of :class:`.Fresh` that it needs, if that is made of keys and values.
+        measure: the one of :data:`.MEASURES` that it needs; empty: none.
         joins: whether it may be joined with others.
         as_collected: whether its scores are the attention as it was collected, which no eviction changes.
         anew: whether each eviction gives all tokens new scores; else a token's score is made when it is

@@ -96,8 +96,10 @@ def wanted(rescorer: Rescorer, one: Eviction, compared: Sequence[int]) -> Tensor
         torch.arange(one.fresh_from, one.fresh_from + count).float()[None, None],
         torch.full((1, 1, 1), float(one.seen)),
         late[:, None],
-        predicted=predicted(part, keys, values)[:, None],
-        **measures_of(keys, values, centre),
+        {
+            "predicted": predicted(part, keys, values)[:, None],
+            **measures_of(keys, values, centre),
+        },
     )
     return first_scores(policy, fresh)[:, 0]
 

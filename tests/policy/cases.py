@@ -7,7 +7,7 @@ from itertools import combinations
 
 import torch
 
-from h2o_vllm.policy.formulas import first_scores
+from h2o_vllm.policy.formulas import MEASURES, first_scores
 from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy, joinable_ranks
 
@@ -16,8 +16,6 @@ JOINS = [
     "+".join(ranks) for count in range(1, len(_RANKS) + 1) for ranks in combinations(_RANKS, count)
 ]
 """Every set of ranks that may be joined, by name."""
-MEASURES = ("similarity", "deviation")
-"""Of a :class:`.Centre`."""
 
 
 def scored(policy: str, fresh: Fresh) -> torch.Tensor:
@@ -38,8 +36,7 @@ def fresh_of(
         positions=torch.arange(fresh_from, fresh_from + count).float()[None, None],
         seen=torch.full((1, 1, 1), float(seen)),
         late=late,
-        predicted=predicted,
-        **measures_of(keys, values),
+        measures={"predicted": predicted, **measures_of(keys, values)},
     )
 
 
@@ -67,7 +64,5 @@ def measures_of(
         centre: of these tokens if ``None``.
     """
     tokens, centre = tokens_of(keys, values), centre or centre_of(keys, values)
-    return {
-        "similarity": centre.similarity(tokens),
-        "deviation": centre.deviation(centre.distances(tokens)),
-    }
+    found = {name: measure(tokens, centre) for name, measure in MEASURES.items()}
+    return {**found, "deviation": centre.deviation(found["deviation"])}

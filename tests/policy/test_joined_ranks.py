@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,8 +66,10 @@ def test_scores_are_those_of_the_papers(name: str, prompt: int) -> None:
             torch.arange(start, end).float()[None, None],
             torch.full((1, 1, 1), float(seen)),
             late[:, None, :, start:end],
-            predicted=predicted_by(layer, start, end)[:, None],
-            **measures_of(keys[:, :, start:end], values[:, :, start:end], centre),
+            {
+                "predicted": predicted_by(layer, start, end)[:, None],
+                **measures_of(keys[:, :, start:end], values[:, :, start:end], centre),
+            },
         )
         ranks = Policy.of(policy.indices(in_prompt=seen < prompt))
         scores[..., start:end] = first_scores(ranks, given)[:, 0]
@@ -90,8 +92,10 @@ def test_scores_are_finite_and_made_head_by_head(name: str) -> None:
     new = scored(name, given)
     assert torch.equal(given.scores[:, 0], scores)
     assert new.shape == scores.shape and new.dtype == torch.float32 and new.isfinite().all()
-    of_heads = ("scores", "late", "similarity", "deviation", "predicted")
-    part = replace(given, **{one: getattr(given, one)[:, :, 1:3] for one in of_heads})
+    measures = {one: all_heads[:, :, 1:3] for one, all_heads in given.measures.items()}
+    part = replace(
+        given, scores=given.scores[:, :, 1:3], late=given.late[:, :, 1:3], measures=measures
+    )
     assert torch.equal(scored(name, part), new[:, 1:3])
 
 
@@ -99,14 +103,15 @@ def test_scores_are_finite_and_made_head_by_head(name: str) -> None:
 def test_evictions_are_ranked_apart(name: str) -> None:
     """What several evictions get at once is what each gets alone (law 5)."""
     some = [fresh_of(torch.rand(2, 3, 16), 100 * i, 900 + i, seed=i) for i in range(3)]
-    joined = {
-        one.name: torch.cat([getattr(fresh, one.name) for fresh in some], 1)
-        if one.name not in ("positions", "seen")
-        else torch.cat([getattr(fresh, one.name) for fresh in some])
-        for one in fields(Fresh)
-    }
+    joined = Fresh(
+        *(
+            torch.cat([getattr(fresh, name) for fresh in some], dim)
+            for name, dim in (("scores", 1), ("positions", 0), ("seen", 0), ("late", 1))
+        ),
+        {one: torch.cat([fresh.measures[one] for fresh in some], 1) for one in some[0].measures},
+    )
     policy = Policy.parse(name, calibrated=True)
-    together = first_scores(policy, Fresh(**joined))
+    together = first_scores(policy, joined)
     for number, fresh in enumerate(some):
         assert torch.equal(together[:, number], scored(name, fresh))
 

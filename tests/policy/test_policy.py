@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from h2o_vllm.errors import BudgetError
-from h2o_vllm.policy.fresh import Fresh
+from h2o_vllm.policy.formulas import MEASURES
 from h2o_vllm.policy.policy import Policy, joinable_ranks, policy_names, policy_pattern
 from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import NEVER, RANKS, Collects
@@ -67,8 +66,8 @@ def test_errors_name_what_is_there(value: Any, says: str) -> None:
 @pytest.mark.parametrize("name", [*JOINS, "random", "window"])
 def test_what_workers_are_told_follows_from_the_ranks(name: str) -> None:
     policy = Policy.parse(name, calibrated=True)
-    ranks = {*name.split("+")}
-    of_all, of_end = bool(ranks & {"attention", "mean", "value"}), "end" in ranks
+    collected = {rank.collects for rank in RANKS if rank.name in name.split("+")}
+    of_all, of_end = Collects.ALL in collected, Collects.END in collected
     for prompt in (1, 32, 33, 500):
         end = max(0, prompt - 32)
         assert policy.first_scored(prompt) == (0 if of_all else end if of_end else NEVER)
@@ -111,27 +110,26 @@ def test_the_table_fits_together() -> None:
         assert rank.joins or any(preset.name == rank.name for preset in PRESETS)
         assert rank.collects is Collects.NOTHING or not rank.calibrated
         assert not (rank.anew and (rank.joins or rank.measure)), "draws look at nothing"
-        assert rank.measure in {"", *(one.name for one in fields(Fresh))}
+        assert rank.measure in {"", "predicted", *MEASURES}
 
 
+@pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize(
-    ("calibrated", "scored", "presets", "ranks"),
+    ("scored", "presets"),
     [
-        (True, True, "auto text question later h2o snapkv random window",
-         "predicted attention mean value end key"),
-        (False, True, "auto text question later h2o snapkv random window",
-         "attention mean value end key"),
-        (True, False, "auto later random window", "predicted key"),
-        (False, False, "auto later random window", "key"),
+        (True, "auto text question later h2o snapkv random window"),
+        (False, "auto later random window"),
     ],
-)  # fmt: skip
+)
 def test_a_server_lists_what_its_engine_can_rank_by(
-    calibrated: bool, scored: bool, presets: str, ranks: str
+    calibrated: bool, scored: bool, presets: str
 ) -> None:
     known = {"calibrated": calibrated, "scored": scored}
-    assert joinable_ranks(**known) == tuple(ranks.split())
-    assert policy_names(**known) == (*presets.split(), *ranks.split())
-    listed = re.compile(policy_pattern(**known))
+    ranks, listed = joinable_ranks(**known), re.compile(policy_pattern(**known))
+    assert policy_names(**known) == (*presets.split(), *ranks)
+    assert "key" in ranks and ("predicted" in ranks) == calibrated and ("end" in ranks) == scored
     assert all(listed.fullmatch(name) for name in policy_names(**known))
     for join in JOINS:
-        assert bool(listed.fullmatch(join)) == ({*join.split("+")} <= {*ranks.split()})
+        policy = Policy.parse(join, calibrated=True)
+        served = calibrated >= policy.calibrated and (scored or not policy.needs_scores)
+        assert bool(listed.fullmatch(join)) == served == ({*join.split("+")} <= {*ranks})

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from h2o_vllm.policy.formulas import draws
+from h2o_vllm.policy.formulas import MEASURES, draws
 from h2o_vllm.policy.fresh import Centre, Tokens, head_number
-from tests.policy.cases import MEASURES, centre_of, fresh_of, measures_of, scored
+from tests.policy.cases import centre_of, fresh_of, measures_of, scored
 
 
 def test_attention_is_h2os_sum_as_published() -> None:
@@ -26,7 +26,7 @@ def test_value_weighs_the_mean_by_what_the_value_adds() -> None:
     values = torch.zeros(1, 1, 20, 8)
     # Two of 20 values differ, one of them three times as far.
     values[..., 3, 0], values[..., 13, 1] = 20.0, 60.0
-    given = replace(fresh_of(torch.rand(1, 1, 20), 50, 100), **measures_of(values, values))
+    given = replace(fresh_of(torch.rand(1, 1, 20), 50, 100), measures=measures_of(values, values))
     distances = (values[0, 0] - torch.tensor([1.0, 3.0, *[0.0] * 6])).norm(dim=1)
     want = scored("mean", given)[0, 0] * distances / distances.mean()
     torch.testing.assert_close(scored("value", given)[0, 0], want)
@@ -44,7 +44,7 @@ def test_end_pools_the_tokens() -> None:
 def test_key_keeps_the_odd_key_out() -> None:
     keys = torch.ones(1, 1, 20, 8) + torch.randn(1, 1, 20, 8) * 0.1
     keys[..., 13, :] *= -100
-    given = replace(fresh_of(torch.zeros(1, 1, 20), 0, 20), **measures_of(keys, keys))
+    given = replace(fresh_of(torch.zeros(1, 1, 20), 0, 20), measures=measures_of(keys, keys))
     new = scored("key", given)
     assert int(new.argmax()) == 13
     assert -1.0001 <= new.min() and new.max() <= 1.0001
@@ -81,8 +81,7 @@ def test_a_centre_is_the_same_however_it_is_read() -> None:
 
 def test_of_equal_predictions_the_newest_comes_first() -> None:
     given = fresh_of(torch.rand(1, 1, 32), 50, 100)
-    assert given.predicted is not None
-    want = given.predicted[:, 0] * (torch.arange(50, 82) * 2.0**-17).exp()
+    want = given.measures["predicted"][:, 0] * (torch.arange(50, 82) * 2.0**-17).exp()
     torch.testing.assert_close(scored("predicted", given), want)
 
 

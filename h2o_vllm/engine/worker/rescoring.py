@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.calibration.file import attention_of
-from h2o_vllm.policy.formulas import draws, first_scores, order
+from h2o_vllm.policy.formulas import MEASURES, draws, first_scores, order
 from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy
 
@@ -197,7 +197,7 @@ class Rescorer(ABC):
                 name: _by_eviction(_joined([one[name] for one in found], 0), count)
                 for name in policy.measures
             }
-            fresh = Fresh(old, positions, seen, late, **parts)
+            fresh = Fresh(old, positions, seen, late, parts)
             self._write(layers, blocks, first_scores(policy, fresh, self.order))
         if taken and not evictions[0].places:
             self._centres[evictions[0].request_id] = torch.cat(taken)
@@ -239,12 +239,9 @@ class Rescorer(ABC):
             for name in policy.measures:
                 if name == "predicted":
                     found[name].append(self._predict(layers, some))
-                elif name == "similarity":
-                    assert centre is not None
-                    found[name].append(centre.similarity(some))
                 else:
-                    assert centre is not None and name == "deviation"
-                    found[name].append(centre.distances(some))
+                    assert centre is not None
+                    found[name].append(MEASURES[name](some, centre))
         all_blocks = {name: _joined(parts, 1) for name, parts in found.items()}
         if centre is not None and "deviation" in all_blocks:
             if first:

@@ -1,130 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
 """An OpenAI-compatible server that generates nothing at a speed one can set, and streams it.
 
-    python -m tests.loadtest.http.mock_server --ttft-ms 200 --itl-ms 20 --max-running 8
-
-The load generator is tested against it: what it measures must be what was set here. Tokens are words; times
-are kept against a schedule, so that a late one does not make the next late. It holds of its KV the share that
-``kv_budget`` asks for, and answers with ``kv_cache`` as far as the load generator reads it.
+The load generator, in a process of its own, is tested against it: what it measures must be what was set here.
+Tokens are words; times are kept against a schedule, so that a late one does not make the next late. It holds
+of its KV the share that ``kv_budget`` asks for, and answers with ``kv_cache`` as far as the load generator
+reads it.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
-
-MODEL = "mock"
 WORDS = ("the ", "quick ", "brown ", "fox ", "déjà ", "vu ", "日本 ", "🙂 ")
 
 
-@dataclass(frozen=True)
-class MockSettings:
-    """What the server does.
+@contextmanager
+def mock_server(ttft: float, itl: float, max_running: int = sys.maxsize) -> Iterator[str]:
+    """The address of a server.
 
-    Attributes:
-        port: 0 takes a free one and prints it.
-        ttft_ms, itl_ms: from a request's start to its first token, and between two tokens.
-        max_running: requests worked on at once; others wait; 0: no limit.
+    Args:
+        ttft, itl: seconds from a request's start to its first token, and between two tokens.
+        max_running: requests worked on at once; others wait.
     """
+    places = threading.Semaphore(max_running)
 
-    port: int = 0
-    ttft_ms: float = 100.0
-    itl_ms: float = 10.0
-    max_running: int = 0
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self._answer({"data": [{"id": "mock"}]})
+            else:
+                self.send_error(404)
 
-class Mock:
-    """One server and its places."""
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path == "/tokenize":
+                self._answer({"count": count(body["prompt"])})
+                return
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            with places:
+                for text in events(body, ttft, itl):
+                    self._chunk(f"data: {text}\n\n".encode())
+            self._chunk(b"")
 
-    def __init__(self, settings: MockSettings) -> None:
-        self.settings = settings
-        self.places = asyncio.Semaphore(settings.max_running or sys.maxsize)
+        def _answer(self, body: dict[str, Any]) -> None:
+            content = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
-    def count(self, prompt: Any) -> int:
-        """Tokens of a prompt: four characters each."""
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        return max(1, len(text) // 4)
+        def _chunk(self, content: bytes) -> None:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(content), content))
 
-    async def answer(self, body: dict[str, Any], *, chat: bool) -> Any:
-        """An answer's stream."""
-        return StreamingResponse(self.events(body, chat=chat), media_type="text/event-stream")
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
 
-    async def events(self, body: dict[str, Any], *, chat: bool) -> AsyncIterator[bytes]:
-        """Role, tokens, usage and report, each at its time."""
-        tokens, budget = body["max_tokens"], body.get("kv_budget", 1.0)
-        async with self.places:
-            due = time.monotonic() + self.settings.ttft_ms / 1000
-            if chat:
-                yield _event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-            for number in range(tokens):
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                due += self.settings.itl_ms / 1000
-                word = WORDS[number % len(WORDS)]
-                choice: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
-                choice["finish_reason"] = "length" if number == tokens - 1 else None
-                yield _event({"choices": [choice]})
-        prompt = self.count(body["messages"] if chat else body["prompt"])
-        # KV of the last token is never computed.
-        seen = prompt + tokens - 1
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
-        report = {"budget": budget, "tokens_seen": seen, "tokens_held": round(budget * seen)}
-        yield _event({"choices": [], "usage": usage, "kv_cache": report})
-        yield b"data: [DONE]\n\n"
-
-
-def build_app(settings: MockSettings) -> FastAPI:
-    """The server of ``settings``."""
-    app, mock = FastAPI(title="mock"), Mock(settings)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        return {"count": mock.count((await request.json())["prompt"])}
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Any:
-        return await mock.answer(await request.json(), chat=False)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Any:
-        return await mock.answer(await request.json(), chat=True)
-
-    return app
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+def count(prompt: Any) -> int:
+    """Tokens of a prompt: four characters each."""
+    return max(1, len(prompt if isinstance(prompt, str) else json.dumps(prompt)) // 4)
 
 
-def main() -> None:
-    """Serve until interrupted."""
-    import uvicorn
-
-    parser = argparse.ArgumentParser()
-    for one in fields(MockSettings):
-        parser.add_argument(
-            f"--{one.name.replace('_', '-')}", type=type(one.default), default=one.default
-        )
-    settings = MockSettings(**vars(parser.parse_args()))
-    config = uvicorn.Config(build_app(settings), port=settings.port, log_level="warning")
-    socket = config.bind_socket()
-    # uvicorn would listen later: what reads the line below may connect at once.
-    socket.listen(config.backlog)
-    print(f"mock server on http://127.0.0.1:{socket.getsockname()[1]}", flush=True)
-    uvicorn.Server(config).run(sockets=[socket])
-
-
-if __name__ == "__main__":
-    main()
+def events(body: dict[str, Any], ttft: float, itl: float) -> Iterator[str]:
+    """Role, tokens, usage and report, each at its time."""
+    tokens, budget, chat = body["max_tokens"], body.get("kv_budget", 1.0), "messages" in body
+    due = time.monotonic() + ttft
+    if chat:
+        yield json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    for number in range(tokens):
+        time.sleep(max(0.0, due - time.monotonic()))
+        due += itl
+        word = WORDS[number % len(WORDS)]
+        choice: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
+        choice["finish_reason"] = "length" if number == tokens - 1 else None
+        yield json.dumps({"choices": [choice]}, ensure_ascii=False)
+    prompt = count(body["messages"] if chat else body["prompt"])
+    # KV of the last token is never computed.
+    seen = prompt + tokens - 1
+    usage = {"prompt_tokens": prompt, "completion_tokens": tokens}
+    report = {"budget": budget, "tokens_seen": seen, "tokens_held": round(budget * seen)}
+    yield json.dumps({"choices": [], "usage": usage, "kv_cache": report})
+    yield "[DONE]"

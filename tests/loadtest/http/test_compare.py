@@ -9,7 +9,7 @@ import pytest
 
 from loadtest.http import compare, report
 from loadtest.http.records import Record, Run, read_runs
-from tests.loadtest.conftest import FAST, StartMock
+from tests.loadtest.http.mock_server import mock_server
 
 ABOUT = {
     "machine": "m",
@@ -22,16 +22,14 @@ ABOUT = {
 
 @pytest.mark.slow
 def test_rounds_alternate_and_are_reported(
-    start_mock: StartMock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare, "describe_run", lambda module: dict(ABOUT))
-    compare.main(
-        ["--url", start_mock(*FAST), "--rounds", "2", "--users", "4", "--requests", "4",
-         "--output-tokens", "8", "--out", str(tmp_path), "--name", "try"]
-    )  # fmt: skip
+    with mock_server(ttft=0.005, itl=0.001) as url:
+        compare.main(
+            ["--url", url, "--rounds", "2", "--users", "4", "--requests", "4",
+             "--output-tokens", "8", "--out", str(tmp_path), "--name", "try"]
+        )  # fmt: skip
     runs = read_runs(tmp_path / "try.jsonl")
     order = [(run.description["round"], run.description["variant"]) for run in runs]
     assert order == [(0, "full KV"), (0, "kv_budget 0.2"), (1, "kv_budget 0.2"), (1, "full KV")]

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from loadtest.http.records import Record, read_runs, summarise
-from tests.loadtest.conftest import ONE_PLACE, ROOT, TIMED, StartMock
+from tests.loadtest.http.mock_server import mock_server
+
+ROOT = Path(__file__).parents[3]
 
 
 def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,15 +50,14 @@ def overlap(records: list[Record]) -> int:
 
 
 @pytest.mark.alone
-def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
-    start_mock: StartMock, tmp_path: Path
-) -> None:
+def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    done = locust(
-        start_mock(*TIMED), "-u", "4", "-r", "4", "--requests", "12", "--budgets", "1.0:1,0.2:2",
-        "--output-tokens", "20", "--warmup", "1", "--slo", "ttft_p99=5,itl_p50[kv=0.2]=0.001",
-        "--jsonl", str(file), LOADTEST_PROMPT_TOKENS="300",
-    )  # fmt: skip
+    with mock_server(ttft=0.15, itl=0.02) as url:
+        done = locust(
+            url, "-u", "4", "-r", "4", "--requests", "12", "--budgets", "1.0:1,0.2:2",
+            "--output-tokens", "20", "--warmup", "1", "--slo", "ttft_p99=5,itl_p50[kv=0.2]=0.001",
+            "--jsonl", str(file), LOADTEST_PROMPT_TOKENS="300",
+        )  # fmt: skip
     # One objective is not met.
     assert done.returncode == 3, done.stderr
     assert "itl_p50[kv=0.2] <= 0.001" in done.stdout
@@ -84,19 +85,18 @@ def test_closed_loop_of_mixed_budgets_with_rows_file_report_and_gate(
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_open_loop_keeps_its_rate_whatever_the_server_does(
-    start_mock: StartMock, tmp_path: Path
-) -> None:
+def test_open_loop_keeps_its_rate_whatever_the_server_does(tmp_path: Path) -> None:
     """One place of 0.53 s takes two requests per second; twelve per second come all the same.
 
     The test ends with its last request, not with a time: a busy machine gets as many.
     """
     file = tmp_path / "run.jsonl"
-    done = locust(
-        start_mock(*ONE_PLACE), "-u", "3", "-r", "100", "--requests", "10",
-        "--arrival", "open", "--rate", "4", "--output-tokens", "20", "--warmup", "0",
-        "--jsonl", str(file),
-    )  # fmt: skip
+    with mock_server(ttft=0.15, itl=0.02, max_running=1) as url:
+        done = locust(
+            url, "-u", "3", "-r", "100", "--requests", "10",
+            "--arrival", "open", "--rate", "4", "--output-tokens", "20", "--warmup", "0",
+            "--jsonl", str(file),
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (run,) = read_runs(file)
     assert len(run.records) == 10

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -23,22 +22,13 @@ _URL = re.compile(r"https?://\S+")
 _FOLDERS = re.compile(r"(?<![^\s=,:])(?:~|\.\.)?/(?:[^\s/=,]+/)*(?=[^\s/=,])")
 
 
-def describe_run(module: str, *packages: str) -> dict[str, Any]:
-    """The fields every result row begins with.
-
-    Args:
-        module: what ``python -m`` was given. packages: used beside torch; by default vLLM.
-    """
+def describe_run(module: str) -> dict[str, Any]:
+    """The fields every result row begins with; ``module`` is what ``python -m`` was given."""
     import torch
+    from vllm.version import __version__ as vllm_version
 
     host = describe_host()
-    computed = {name: importlib.metadata.version(name) for name in packages}
-    if not packages:
-        # Its package has another name on CPUs.
-        from vllm.version import __version__ as vllm_version
-
-        computed = {"vllm": vllm_version}
-    versions = {**host["versions"], **computed, "torch": torch.__version__}
+    versions = {**host["versions"], "vllm": vllm_version, "torch": torch.__version__}
     return {**host, "command": shown_command(f"python -m {module}"), "versions": versions}
 
 

@@ -24,7 +24,6 @@ from loadtest.quality.lines import DEFAULT_LINES, parse_line, points
 from loadtest.quality.measures import MEASURES
 from loadtest.quality.measures.turns import LONGEST_CHAT
 from loadtest.quality.offline import Offline
-from loadtest.quality.presses import Presses
 from loadtest.quality.rows import latest, read_rows
 from loadtest.quality.runner import plan
 from loadtest.quality.settings import parse_arguments, sizes_of
@@ -64,16 +63,10 @@ def measure(args: argparse.Namespace) -> Path:
         if {"reasoning", "code"} & {*args.measures} else 0,
         LONGEST_CHAT if "turns" in args.measures else 0,
     )  # fmt: skip
-    model: Model
-    if args.kvpress:
-        if "nll" in args.measures:
-            raise ValueError("--kvpress: --measures without nll: presses give no log-probabilities")
-        model = Presses(args.model, (line.name for line in lines), dtype=args.dtype)
-    else:
-        model = Offline(
-            args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
-            block_size=args.block_size, min_tokens=args.min_tokens, calibration=args.calibration,
-        )  # fmt: skip
+    model = Offline(
+        args.model, dtype=args.dtype, max_len=longest, running=args.running, eager=args.eager,
+        block_size=args.block_size, min_tokens=args.min_tokens, calibration=args.calibration,
+    )  # fmt: skip
     try:
         if not model.forces:
             print("left out: nll, questions that come later (tokens cannot be forced here)")
@@ -92,9 +85,7 @@ def measure(args: argparse.Namespace) -> Path:
             flush=True,
         )
         if todo.cost:
-            packages = ("kvpress", "transformers") if args.kvpress else ()
-            about = describe_run("loadtest.quality", *packages)
-            run = {"kind": "run", **about, "settings": settings}
+            run = {"kind": "run", **describe_run("loadtest.quality"), "settings": settings}
             append_rows(path, [run])
             changed = todo.run(
                 model, lambda row: append_rows(path, [row.to_json()]), known, texts=args.texts

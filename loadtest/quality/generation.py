@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from typing_extensions import override
-
 Tag = TypeVar("Tag")
 
 
@@ -99,34 +97,3 @@ class Model(ABC):
     def close(self) -> None:
         """Let go of what it holds."""
         return
-
-
-class LocalModel(Model):
-    """A model in this process, with its tokenizer of transformers."""
-
-    _tokenizer: Any
-
-    @override
-    def count(self, text: str) -> int:
-        return len(self.encode(text))
-
-    @override
-    def encode(self, text: str) -> list[int]:
-        # Not through the tokenizer's length check: passages are longer than any context.
-        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
-        return tokens
-
-    @override
-    def chat(self, *texts: str) -> tuple[int, ...]:
-        roles = ("user", "assistant")
-        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        )
-
-    def prompt_tokens(self, request: GenerationRequest) -> list[int]:
-        """Token ids of a prompt."""
-        prompt = request.prompt
-        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from loadtest.quality.generation import GenerationOutput, GenerationRequest, LocalModel, Tag, Task
+from loadtest.quality.generation import GenerationOutput, GenerationRequest, Model, Tag, Task
 
 FLOOR = 16
 """``kv_min_tokens`` and so the smallest budget: the default of 128 tokens would make small ones equal."""
@@ -22,7 +22,7 @@ KV_GIB = 4
 """KV memory on CPU, where vLLM would claim nearly all of the machine's: no request has to wait for room."""
 
 
-class Offline(LocalModel):
+class Offline(Model):
     """One engine.
 
     Args:
@@ -93,6 +93,26 @@ class Offline(LocalModel):
         }
 
     @override
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    @override
+    def encode(self, text: str) -> list[int]:
+        # Not through the tokenizer's length check: passages are longer than any context.
+        tokens: list[int] = self._tokenizer.encode(text, verbose=False)
+        return tokens
+
+    @override
+    def chat(self, *texts: str) -> tuple[int, ...]:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[k % 2], "content": text} for k, text in enumerate(texts)]
+        return tuple(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    @override
     def run(
         self, tasks: Iterable[Task[Tag]], done: Callable[[Tag, GenerationOutput], None]
     ) -> None:
@@ -100,11 +120,10 @@ class Offline(LocalModel):
         running: dict[str, Task[Tag]] = {}
         for number, task in enumerate(self._while_room(waiting, running)):
             if task is not None:
-                name = str(number)
+                name, prompt = str(number), task.request.prompt
                 running[name] = task
-                self._engine.add_request(
-                    name, {"prompt_token_ids": self.prompt_tokens(task.request)}, _params(task)
-                )
+                ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                self._engine.add_request(name, {"prompt_token_ids": ids}, _params(task))
                 continue
             for output in self._engine.step():
                 if output.finished:

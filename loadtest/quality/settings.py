@@ -38,8 +38,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--running", type=int, default=32, help="most requests in flight")
     add("--eager", action="store_true", help="start the engine without compiling the model")
-    add("--kvpress", action="store_true",
-        help="answer with transformers; --policies names presses of kvpress (SnapKVPress)")  # fmt: skip
     add = parser.add_argument_group("what is compared").add_argument
     add("--policies", nargs="+", metavar="LINE",
         help="policies, optionally with request fields, such as snapkv,recent=0.25; default: "

@@ -3,10 +3,7 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,24 +54,3 @@ def test_ci_begins_with_nothing_wherever_something_is(tmp_path: Path) -> None:
     assert PASSED.items() - {("no_proxy", "intern")} <= seen.items()
     assert seen["no_proxy"] == seen["NO_PROXY"] == "intern,127.0.0.1,localhost"
     assert [path.name for path in tmp_path.iterdir()] == ["left"], "it leaves nothing behind"
-
-
-@pytest.mark.parametrize(
-    ("name", "below"), [("HF_HUB_CACHE", "huggingface/hub"), ("XDG_CACHE_HOME", ""), ("HOME", "..")]
-)
-def test_what_works_only_with_a_warm_cache_is_red_in_ci(
-    tmp_path: Path, name: str, below: str
-) -> None:
-    model = tmp_path / ".cache/huggingface/hub/models--some--model"
-    for file, text in {"refs/main": "1", "snapshots/1/config.json": "{}"}.items():
-        (model / file).parent.mkdir(parents=True)
-        (model / file).write_text(text)
-    code = """if True:
-        import sys
-        from huggingface_hub import try_to_load_from_cache
-        sys.exit(0 if try_to_load_from_cache("some/model", "config.json") else 7)"""
-    depends = [sys.executable, "-c", code]
-    cold = {key: value for key, value in os.environ.items() if key not in WARM}
-    planted = cold | {name: os.path.normpath(tmp_path / ".cache" / below)}
-    assert subprocess.run(depends, env=planted, check=False).returncode == 0
-    assert ci(planted, *depends).returncode == 7

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from h2o_vllm.config.options import H2OConfig
-    from h2o_vllm.config.request_budget import RequestBudget
+    from h2o_vllm.server.protocol import Admission
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
 _MARK = "_h2o_admission"
@@ -48,18 +48,13 @@ class HTTPRequest:
 
     Attributes:
         reports: the engine's reports.
-        budget: resolved from its body, before prompts are known; ``None``: its route takes no fields.
-        names_protect: whether its body names ``kv_protect``.
+        admitted: what its body asks for; ``None`` until it is read.
         system: the protected beginning of each chat, if ``kv_protect`` is a role word.
-        keeps_prompts: whether the server's prompt bounds do not apply: the route takes no fields, or it is a
-            beam search, each step of which is a prompt.
     """
 
     reports: Reports = field(default_factory=Reports)
-    budget: RequestBudget | None = None
-    names_protect: bool = False
+    admitted: Admission | None = None
     system: list[SystemPrefix] = field(default_factory=list)
-    keeps_prompts: bool = False
     _calls: int = 0
 
     def next_system(self) -> SystemPrefix:
@@ -171,15 +166,17 @@ class AdmissionChecks:
             # A session, whose prompt comes in parts: it evicts nothing, and the scheduler checks its size.
             return
         tokens, length = self._measured(prompt)
-        if request is not None and request.keeps_prompts:
+        admitted = request.admitted if request is not None else None
+        if admitted is not None and not admitted.reported:
+            # No prompt bounds where a route takes no fields, nor in a beam search, whose steps are prompts.
             params.extra_args = {**(params.extra_args or {}), **self._whole_prompts}
-        if request is None or request.budget is None or request.keeps_prompts:
+        if request is None or admitted is None or admitted.budget is None or not admitted.reported:
             asked = params.extra_args if isinstance(params.extra_args, Mapping) else {}
             budget, named = resolve(self._config, asked), asked.get(PROTECT) is not None
         else:
-            budget, named = request.budget, request.names_protect
+            budget, named = admitted.budget, admitted.names_protect
             if budget.protect in ROLE_WORDS:
-                number = self._protected(request, tokens)
+                number = self._protected(request, admitted, tokens)
                 params.extra_args = {**(params.extra_args or {}), PROTECT: number}
                 budget = replace(budget, protect=number)
         budget = for_prompt(self._config, budget, length, named=named)
@@ -191,16 +188,18 @@ class AdmissionChecks:
             more = (self._other_groups, *self._drafts)
             schedule.check_fits(self._pool, params.max_tokens, longest, *more)
 
-    def _protected(self, request: HTTPRequest, tokens: list[int] | None) -> int:
+    def _protected(
+        self, request: HTTPRequest, admitted: Admission, tokens: list[int] | None
+    ) -> int:
         """Number of first tokens that a role word of ``kv_protect`` protects.
 
         Raises:
             BudgetError: the request itself names the word, and the part is missing or too long.
         """
-        assert request.budget is not None
-        word, prefix = request.budget.protect, request.next_system()
+        assert admitted.budget is not None
+        word, prefix = admitted.budget.protect, request.next_system()
         limit, length = self._config.protect_limit, len(prefix.tokens)
-        if request.names_protect and request.budget.evicts:
+        if admitted.names_protect and admitted.budget.evicts:
             if prefix.failure is not None:
                 raise prefix.error(str(word))
             if limit is not None and length > limit:

@@ -39,7 +39,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-CountRefusal = Callable[[str], None]
 
 SIGNATURE = (b"x-h2o-vllm", h2o_vllm.__version__.encode("ascii"))
 """A header of every response: the version of the replica that answered."""
@@ -52,6 +51,16 @@ def startup_error() -> str | None:
     return _startup_error
 
 
+@dataclass(frozen=True)
+class Bound:
+    """What belongs to one application."""
+
+    config: H2OConfig
+    access: Access
+    render: Render
+    count_refusal: Callable[[str], None]
+
+
 class KVCacheMiddleware:
     """Checks the key and the budget fields, and adds ``kv_cache`` to responses; passes all else unchanged.
 
@@ -61,11 +70,8 @@ class KVCacheMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._config: H2OConfig | None = None
-        self._access: Access | None = None
-        self._render = vllm_render(None)
+        self._bound: Bound | None = None
         self._other_groups: tuple[OtherGroup, ...] = ()
-        self._count_refusal: CountRefusal = _not_bound
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -75,10 +81,10 @@ class KVCacheMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        config, access = self._bind(scope["app"])
+        bound = self._bind(scope["app"])
         send = _with_version(send)
-        if access.refuses(scope):
-            challenge = access.challenge(scope)
+        if bound.access.refuses(scope):
+            challenge = bound.access.challenge(scope)
             await JSONResponse({"error": "Unauthorized"}, 401, challenge)(scope, receive, send)
             return
         # A websocket has no method, and no budget fields.
@@ -87,10 +93,7 @@ class KVCacheMiddleware:
             await self._app(scope, receive, send)
             return
         with admission.http_request() as request:
-            exchange = HTTPExchange(
-                rule, config, request, self._render, self._count_refusal, scope, receive, send
-            )
-            await exchange.run(self._app)
+            await HTTPExchange(bound, rule, request, scope, receive, send).run(self._app)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
@@ -123,43 +126,39 @@ class KVCacheMiddleware:
 
         await self._app(scope, receive_and_watch, send_and_greet)
 
-    def _bind(self, application: Any) -> tuple[H2OConfig, Access]:
-        """Read the engine's configuration, wrap the engine client, add our routes."""
-        if self._config is None or self._access is None:
-            state = application.state
-            options = state.vllm_config.additional_config.get(CONFIG_KEY)
-            if options is None:
-                raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
-            config = config_of(state.vllm_config)
-            if self._other_groups and not config.no_settling_reason:
-                why = "its model has windows, chunks or states beside full attention"
-                config = replace(config, no_settling_reason=why)
-            client, engine = state.engine_client, state.vllm_config
-            self._count_refusal = stat_logger.install(client, engine)
-            admission.install(client, engine, config, self._count_refusal, self._other_groups)
-            self._render = vllm_render(getattr(state, "serving_render", None))
-            self._access = Access(application)
-            config_route.attach(application, config, documents_key=bool(self._access.keys))
-            if getattr(getattr(state, "args", None), "kv_playground", False):
-                playground.attach(application)
-            self._config = config
-        return self._config, self._access
+    def _bind(self, application: Any) -> Bound:
+        """Read the engine's configuration, wrap the engine client, add our routes; once."""
+        if self._bound is not None:
+            return self._bound
+        state = application.state
+        client, engine = state.engine_client, state.vllm_config
+        if CONFIG_KEY not in engine.additional_config:
+            raise ConfigError(f"additional_config has no {CONFIG_KEY!r} key")
+        config = config_of(engine)
+        if self._other_groups and not config.no_settling_reason:
+            why = "its model has windows, chunks or states beside full attention"
+            config = replace(config, no_settling_reason=why)
+        count_refusal, access = stat_logger.install(client, engine), Access(application)
+        admission.install(client, engine, config, count_refusal, self._other_groups)
+        config_route.attach(application, config, documents_key=bool(access.keys))
+        if getattr(getattr(state, "args", None), "kv_playground", False):
+            playground.attach(application)
+        render = vllm_render(getattr(state, "serving_render", None))
+        self._bound = Bound(config, access, render, count_refusal)
+        return self._bound
 
 
 @dataclass
 class HTTPExchange:
     """One HTTP request and its response."""
 
+    server: Bound
     rule: Rule
-    config: H2OConfig
     request: HTTPRequest
-    render: Render
-    count_refusal: CountRefusal
     scope: Scope
     inner_receive: Receive
     inner_send: Send
-    _admitted: bool = False
-    _reported: bool = False
+    _body_read: bool = False
     _refusal: RefusalError | None = None
     _answered: bool = False
     _events: EventCompleter | None = None
@@ -178,7 +177,7 @@ class HTTPExchange:
 
     async def _receive(self) -> Message:
         """ASGI ``receive``: the whole body, checked and rewritten; then all other messages."""
-        if self._admitted:
+        if self._body_read:
             return await self.inner_receive()
         chunks: list[bytes] = []
         while True:
@@ -188,12 +187,12 @@ class HTTPExchange:
             chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
                 break
-        self._admitted = True
+        self._body_read = True
         try:
             body = await self._admit(b"".join(chunks))
         except RefusalError as refusal:
             self._refusal = refusal
-            self.count_refusal(refusal.reason)
+            self.server.count_refusal(refusal.reason)
             raise
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -203,20 +202,17 @@ class HTTPExchange:
         Raises:
             RefusalError: a field cannot be served.
         """
-        request, path = self.request, route_path(self.scope)
-        query = self.scope.get("query_string", b"")
-        admitted = admit(body, path, self.rule, self.config, query)
-        self._reported = admitted.reported
-        request.keeps_prompts = not admitted.reported
+        path, query = route_path(self.scope), self.scope.get("query_string", b"")
+        self.request.admitted = admitted = admit(body, path, self.rule, self.server.config, query)
         if admitted.request is None or admitted.budget is None:
             return admitted.body
-        named = admitted.asked.get("kv_protect") is not None
-        request.budget, request.names_protect = admitted.budget, named
         word = admitted.budget.protect
         if word in ROLE_WORDS and admitted.budget.evicts and admitted.reported:
-            request.system = await system_prefixes(self.render, path, admitted.request, str(word))
-            missing = next((one for one in request.system if one.is_missing), None)
-            if named and missing is not None:
+            render = self.server.render
+            system = await system_prefixes(render, path, admitted.request, str(word))
+            self.request.system = system
+            missing = next((one for one in system if one.is_missing), None)
+            if admitted.names_protect and missing is not None:
                 # Refused here: a stream of /v1/responses begins before vLLM calls the engine.
                 raise RefusalError(str(missing.error(str(word))), "kv_protect", "value")
         return admitted.body
@@ -249,11 +245,13 @@ class HTTPExchange:
         self._answered = True
         headers = {k.lower(): v for k, v in message.get("headers", [])}
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
-        plain = message["status"] == 200 and b"content-encoding" not in headers
-        if self._reported and plain and media_type == b"application/json":
+        admitted = self.request.admitted
+        reported = admitted is not None and admitted.reported and message["status"] == 200
+        reported = reported and b"content-encoding" not in headers
+        if reported and media_type == b"application/json":
             self._held_start = message
             return
-        if self._reported and plain and media_type == b"text/event-stream":
+        if reported and media_type == b"text/event-stream":
             self._events = EventCompleter(self.request.reports.kv_cache)
         await self.inner_send(message)
 
@@ -292,10 +290,6 @@ def _with_version(send: Send) -> Send:
         await send(message)
 
     return send_with_version
-
-
-def _not_bound(reason: str) -> None:
-    del reason
 
 
 def _length(body: bytes) -> bytes:

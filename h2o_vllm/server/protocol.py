@@ -76,6 +76,11 @@ class Admission:
     asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     budget: RequestBudget | None = None
 
+    @property
+    def names_protect(self) -> bool:
+        """Whether the body itself has ``kv_protect``."""
+        return self.asked.get("kv_protect") is not None
+
 
 def admit(body: bytes, path: str, rule: Rule, config: H2OConfig, query: bytes = b"") -> Admission:
     """Check the budget fields of a body and move them to where vLLM reads them.

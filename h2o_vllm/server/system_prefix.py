@@ -207,10 +207,8 @@ def common_tokens(one: array[int], two: array[int]) -> int:
     return next(at for at in range(shorter) if one[at] != two[at])
 
 
-def vllm_render(rendering: ServingRender | None) -> Render:
+def vllm_render(rendering: ServingRender) -> Render:
     """Renders as vLLM's ``.../render`` routes do, also on servers without these routes."""
-    if rendering is None:
-        return _render_nothing
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -231,8 +229,3 @@ def vllm_render(rendering: ServingRender | None) -> Render:
         return array("i", rendered.token_ids)
 
     return render
-
-
-async def _render_nothing(kind: Kind, body: Mapping[str, Any]) -> array[int]:
-    del kind, body
-    raise ValueError("this server renders no chats")

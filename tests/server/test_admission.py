@@ -15,7 +15,6 @@ from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.config.resolve import resolve
 from h2o_vllm.server import admission
 from h2o_vllm.server.admission import HTTPRequest, http_request
 from h2o_vllm.server.protocol import admit
@@ -212,9 +211,8 @@ def protected(
     assert admitted.budget is not None and admitted.request is not None
 
     async def answer() -> None:
-        named = "kv_protect" in admitted.asked
         with http_request() as current:
-            current.budget, current.names_protect = admitted.budget, named
+            current.admitted = admitted
             if admitted.budget.protect in ("system", "task") and admitted.budget.evicts:
                 word = str(admitted.budget.protect)
                 current.system = await system_prefixes(render, path, admitted.request, word)
@@ -340,8 +338,8 @@ def test_steps_of_a_beam_search_keep_their_prompts(
 ) -> None:
     client, _ = serving(kv_budget=0.2, **server)
     with http_request() as current:
-        current.keeps_prompts = True
-        current.budget = resolve(H2OConfig(kv_budget=0.2, **server), {})
+        config = H2OConfig(kv_budget=0.2, **server)
+        current.admitted = admit(body(use_beam_search=True), CHAT, Rule.LIFT, config)
         assert ask(client, ids(100)) == 1
     assert ask(client, ids(100)) == 1
     first, second = (seen or {} for seen in client.seen)

@@ -79,7 +79,7 @@ class H2OStatLogger(AggregateStatLoggerBase):
 
 
 def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None]:
-    """Insert our logger before the loggers of the client. Idempotent.
+    """Insert our logger before the loggers of the client.
 
     Returns:
         A function that counts a refused request, by reason. Under ``--disable-log-stats`` it does nothing.
@@ -91,9 +91,6 @@ def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None
     manager = engine_client.logger_manager
     if manager is None:
         return _ignore
-    for present in manager.stat_loggers:
-        if isinstance(present, H2OStatLogger):
-            return present.rejected
     ours = H2OStatLogger(vllm_config, manager.engine_indexes)
     manager.stat_loggers.insert(0, ours)
     return ours.rejected

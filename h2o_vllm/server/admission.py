@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from h2o_vllm.server.protocol import Admission
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
-_MARK = "_h2o_admission"
-"""Attribute of a wrapped ``generate``."""
 
 
 @dataclass
@@ -105,7 +103,7 @@ def install(
     count_refusal: Callable[[str], None],
     others: Sequence[OtherGroup] = (),
 ) -> None:
-    """Wrap ``engine_client.generate``, on this object only. Idempotent.
+    """Wrap ``engine_client.generate``, on this object only.
 
     Args:
         others: from :func:`other_groups`.
@@ -116,8 +114,6 @@ def install(
     generate = getattr(engine_client, "generate", None)
     if not callable(generate):
         raise TypeError(f"{type(engine_client).__name__} has no generate() to take reports from")
-    if hasattr(generate, _MARK):
-        return
     checks = AdmissionChecks(engine, config, others)
 
     @functools.wraps(generate)
@@ -134,7 +130,6 @@ def install(
         answer = _answer(begin, reports, reports.open_call())
         return _session(answer) if isinstance(prompt, AsyncGenerator) else answer
 
-    setattr(admitting, _MARK, True)
     engine_client.generate = admitting
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastapi import FastAPI, Request, Response, Security
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field, create_model
 from vllm.version import __version__ as vllm_version
@@ -75,12 +74,6 @@ Limits = _described(
 )  # fmt: skip
 
 
-class Routes(BaseModel):
-    """The POST routes that take budget fields; at others a request that names one gets a 400."""
-
-    accepted: list[str]
-
-
 class KVCache(BaseModel):
     """The KV blocks of all engines of this server together."""
 
@@ -90,15 +83,6 @@ class KVCache(BaseModel):
         description="Tokens the pools hold; one block of each is never used."
     )
     prefix_caching: bool
-
-
-class Versions(BaseModel):
-    """What is installed."""
-
-    h2o_vllm: str
-    vllm: str
-    torch: str
-    python: str
 
 
 class Support(BaseModel):
@@ -122,29 +106,28 @@ class H2OServerConfig(BaseModel):
     models: list[str] = Field(description="Served model names.")
     defaults: Defaults  # type: ignore[valid-type]
     limits: Limits  # type: ignore[valid-type]
-    routes: Routes
+    routes: dict[str, list[str]] = Field(
+        description="accepted: POST routes that take budget fields; elsewhere they are a 400."
+    )
     kv_cache: KVCache
-    versions: Versions
+    versions: dict[str, str] = Field(description="What is installed.")
     support: Support
 
 
 def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> None:
     """Add the route to vLLM's application, and to its OpenAPI page."""
     args = getattr(application.state, "args", None)
-    # The engine has only the first one.
-    aliases: list[str] = list(getattr(args, "served_model_name", None) or [])
 
-    async def h2o_config(request: Request) -> Response:
+    async def h2o_config(request: Request) -> H2OServerConfig:
         described = _describe(config, request.app.state.vllm_config)
-        if aliases:
-            described.models = aliases
-        return JSONResponse(described.model_dump())
+        # The engine has only the first one.
+        described.models = list(getattr(args, "served_model_name", None) or described.models)
+        return described
 
     application.add_api_route(
         PATH,
         h2o_config,
         methods=["GET"],
-        response_model=H2OServerConfig,
         responses={401: {"description": "The server has an API key, and this is not it."}},
         # Documents the key; it is asked for in front of the application.
         dependencies=[Security(HTTPBearer(auto_error=False))] if documents_key else [],
@@ -179,30 +162,26 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             no_settling_reason=config.no_settling_reason,
             request_fields=list(REQUEST_FIELDS),
         ),
-        routes=Routes(accepted=sorted(LIFTED | PREPARED)),
+        routes={"accepted": sorted(LIFTED | PREPARED)},
         kv_cache=KVCache(
             block_size=block_size,
             num_blocks=blocks,
             num_tokens=(blocks - engines) * block_size if blocks else None,
             prefix_caching=bool(cache.enable_prefix_caching),
         ),
-        versions=Versions(
-            h2o_vllm=h2o_vllm.__version__,
-            vllm=vllm_version,
-            torch=torch.__version__,
-            python=platform.python_version(),
-        ),
+        versions={
+            "h2o_vllm": h2o_vllm.__version__,
+            "vllm": vllm_version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         support=Support(
             state="supported",
             device=device,
-            vllm=f">={_dotted(low)},<{_dotted(high)}",
+            vllm=">={}.{},<{}.{}".format(*low, *high),
             kv_full_kernel=config.kv_full_kernel,
             tensor_parallel_size=parallel.tensor_parallel_size,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             data_parallel_size=parallel.data_parallel_size,
         ),
     )
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

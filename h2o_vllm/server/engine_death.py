@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinguish an engine that died from one that was stopped. API-server process; imports nothing.
+"""How the server of this process ends: refused, stopped, or with a dead engine. Imports nothing.
 
+vLLM builds the application, so the command does not meet the middleware: what it has to know is here.
 When its engine dies, vLLM's server (0.32) answers ``/health`` with 503, ends its streams with an error, and
 exits some seconds later with code 0: a supervisor that restarts failed services would leave it down.
 """
@@ -17,14 +18,15 @@ OF_THE_ENGINE = "vllm.v1.engine.async_llm"
 
 
 @dataclass
-class _Engine:
-    """How the engine of this process ended."""
+class _Ending:
+    """Why the middleware refused to start; whether vLLM stopped the engine, or it died."""
 
+    refusal: str | None = None
     stopped: bool = False
     died: bool = False
 
 
-_engine = _Engine()
+ending = _Ending()
 
 
 def watch(engine_client: Any) -> None:
@@ -33,12 +35,12 @@ def watch(engine_client: Any) -> None:
     Raises:
         AttributeError: the object cannot be watched.
     """
-    _engine.stopped = _engine.died = False
+    ending.stopped = ending.died = False
     shutdown, _ = engine_client.shutdown, engine_client.errored
 
     @functools.wraps(shutdown)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _engine.stopped = True
+        ending.stopped = True
         # vLLM may log a stopped engine as dead, with a traceback.
         logging.getLogger(OF_THE_ENGINE).setLevel(logging.CRITICAL)
         return shutdown(*args, **kwargs)
@@ -48,9 +50,4 @@ def watch(engine_client: Any) -> None:
 
 def server_stops(engine_client: Any) -> None:
     """Note how the engine ended. vLLM stops the server after the engine."""
-    _engine.died = engine_client.errored and not _engine.stopped
-
-
-def died() -> bool:
-    """Whether the server of this process ended because its engine had died."""
-    return _engine.died
+    ending.died = engine_client.errored and not ending.stopped

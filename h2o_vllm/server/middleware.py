@@ -43,13 +43,6 @@ Headers = list[tuple[bytes, bytes]]
 SIGNATURE = (b"x-h2o-vllm", h2o_vllm.__version__.encode("ascii"))
 """A header of every response: the version of the replica that answered."""
 
-_startup_error: str | None = None
-
-
-def startup_error() -> str | None:
-    """Why this middleware refused to start, or ``None``."""
-    return _startup_error
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -97,7 +90,6 @@ class KVCacheMiddleware:
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Bind before the first request, so that a failure ends the start instead of a request."""
-        global _startup_error  # noqa: PLW0603 - vLLM builds the application: ``serve`` never meets it
         try:
             state = scope["app"].state
             client = state.engine_client
@@ -105,9 +97,10 @@ class KVCacheMiddleware:
             self._bind(scope["app"])
             engine_death.watch(client)
         except (ConfigError, TypeError, AttributeError) as error:
-            _startup_error = f"h2o_vllm cannot serve this application: {error}"
+            refusal = f"h2o_vllm cannot serve this application: {error}"
+            engine_death.ending.refusal = refusal
             await receive()
-            await send({"type": "lifespan.startup.failed", "message": _startup_error})
+            await send({"type": "lifespan.startup.failed", "message": refusal})
             return
         start_log.end()
 

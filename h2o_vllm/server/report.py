@@ -10,27 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_vllm.blocks.counts.report import SETTINGS
-
-SUMMED = (
-    "tokens_seen",
-    "tokens_cached",
-    "tokens_protected",
-    "tokens_held",
-    "tokens_evicted",
-    "tokens_settled",
-    "blocks_freed",
-    "peak_blocks",
-    "tokens_drafted",
-    "tokens_accepted",
-)
-"""Keys summed over sequences. The sum of peaks bounds the peak of the sum from above."""
-
-TRACE = "trace"
-"""Key of what ``kv_trace`` asks for; see :mod:`h2o_vllm.blocks.counts.trace`."""
+SUMMED = ("tokens_", "blocks_", "peak_")
+"""Keys with these beginnings are summed. The sum of peaks bounds the peak of the sum from above."""
 
 REASON = "nothing_evicted_reason"
-REPORT_KEYS = ("budget", "budget_tokens", *SETTINGS, "squeezed_at", *SUMMED, REASON, "block_size")
 
 
 class Reports:
@@ -62,18 +45,16 @@ def kv_cache(reports: list[Mapping[str, Any]]) -> dict[str, Any] | None:
     """``reports``, one per sequence in choice order, as one ``kv_cache`` object."""
     if not reports:
         return None
-    ordered = [{key: report.get(key) for key in REPORT_KEYS} for report in reports]
-    if len(ordered) == 1:
-        # Others are refused, see :mod:`h2o_vllm.server.protocol`.
-        trace = reports[0].get(TRACE)
-        return ordered[0] if trace is None else {**ordered[0], TRACE: trace}
-    sums = {key: sum(report[key] for report in reports) for key in SUMMED}
+    first, *others = reports
+    if not others:
+        return dict(first)
+    sums = {key: sum(report[key] for report in reports) for key in first if key.startswith(SUMMED)}
     budgets = [report["budget_tokens"] for report in reports]
     squeezes = [report["squeezed_at"] for report in reports if report["squeezed_at"] is not None]
     joined = {
         "budget_tokens": None if None in budgets else sum(budgets),
         # ``None`` only if all are lossless.
         "squeezed_at": min(squeezes, default=None),
-        REASON: None if sums["tokens_evicted"] else ordered[0][REASON],
+        REASON: None if sums["tokens_evicted"] else first[REASON],
     }
-    return {**ordered[0], **joined, **sums, "sequences": ordered}
+    return {**first, **joined, **sums, "sequences": reports}

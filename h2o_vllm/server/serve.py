@@ -24,7 +24,8 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine import start_log
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
-from h2o_vllm.server import engine_death, launch, middleware
+from h2o_vllm.server import launch, middleware
+from h2o_vllm.server.engine_death import ending
 
 # Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
@@ -73,9 +74,9 @@ def serve(args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2O
         code = launch.run(args)
     except OSError as error:
         raise _as_config_error(error, args) from None
-    if (reason := middleware.startup_error()) is not None:
-        raise ConfigError(reason)
-    if engine_death.died():
+    if ending.refusal is not None:
+        raise ConfigError(ending.refusal)
+    if ending.died:
         logger.error("h2o: the engine died; ending with exit code 1")
         return 1
     return code

@@ -8,38 +8,20 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.blocks.counts.report import SETTINGS
+from h2o_vllm.blocks.counts.report import request_report
+from h2o_vllm.blocks.counts.settling import schedule_of
 from h2o_vllm.config.options import H2OConfig
+from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.models import default_model_dir
 from loadtest.common.tiny_model import make_tiny_model
 from tests.server.live_server import KEY, MODEL
 
 
 def engine_report(**changes: Any) -> dict[str, Any]:
-    """One sequence's report, with the keys that the scheduler sends."""
-    return {
-        "budget": 0.2,
-        "budget_tokens": 20,
-        **dict.fromkeys(SETTINGS, 0),
-        "recent": 0.5,
-        "policy": "attention",
-        "heads": "equal",
-        "elastic": False,
-        "exact": False,
-        "squeezed_at": None,
-        "tokens_seen": 100,
-        "tokens_cached": 0,
-        "tokens_protected": 0,
-        "tokens_held": 32,
-        "tokens_evicted": 68,
-        "tokens_settled": 0,
-        "blocks_freed": 2,
-        "peak_blocks": 4,
-        "tokens_drafted": 0,
-        "tokens_accepted": 0,
-        "nothing_evicted_reason": None,
-        "block_size": 32,
-    } | changes
+    """One sequence's report, as the scheduler makes it."""
+    config = H2OConfig(kv_budget=0.2, kv_policy="h2o", kv_protect=0, kv_min_tokens=16)
+    schedule = schedule_of(resolve_for(config, None, 100), 32, 100)
+    return request_report(schedule, 100, 2, peak_blocks=4, cached=0, squeezed_at=None) | changes
 
 
 @pytest.fixture

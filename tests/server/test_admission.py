@@ -62,8 +62,7 @@ def serving(
         parallel_config=SimpleNamespace(data_parallel_size=engines),
     )
     config = H2OConfig(kv_min_tokens=16, **options)
-    for _ in range(2):
-        admission.install(client, engine, config, refusals.append, beside)
+    admission.install(client, engine, config, refusals.append, beside)
     return client, refusals
 
 

@@ -30,7 +30,7 @@ async def test_only_an_engine_that_nobody_stopped_has_died(
     engine = Engine()
     engine.errored = errored
     await lifespan(build(engine), told_to_stop=told_to_stop)
-    assert engine_death.died() is died
+    assert engine_death.ending.died is died
 
 
 @pytest.mark.asyncio

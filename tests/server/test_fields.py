@@ -18,7 +18,7 @@ from h2o_vllm.errors import BudgetError
 from h2o_vllm.server.cli import _OwnParser
 from h2o_vllm.server.config_route import Defaults
 from h2o_vllm.server.openapi import fields_of, kind_of
-from h2o_vllm.server.report import REPORT_KEYS
+from tests.server.conftest import engine_report
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def test_every_setting_is_a_row_and_shows_in_every_place() -> None:
     asked = {row.name for row in OPTIONS if row.per_request}
     assert set(Defaults.model_fields) == asked == set(H2OConfig().applied)
     assert fields_of(H2OConfig()).keys() == FIELDS.keys() >= asked
-    assert {row.reported for row in FIELDS.values()} <= {*REPORT_KEYS, ""}
+    assert {row.reported for row in FIELDS.values()} <= {*engine_report(), ""}
 
 
 def test_every_attribute_of_a_budget_is_a_row_or_follows_from_several() -> None:

@@ -8,13 +8,11 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
 import h2o_vllm
-from h2o_vllm.server import middleware
-from h2o_vllm.server.report import REPORT_KEYS
+from h2o_vllm.server import engine_death
 from tests.server.conftest import engine_report
 from tests.server.vllm_like import Engine, build, client_of, post
 
@@ -66,13 +64,6 @@ class Call:
                 await asyncio.sleep(0)
 
 
-def last_event(response: httpx.Response) -> Any:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    assert not any("kv_cache" in line for line in lines[:-1])
-    return json.loads(lines[-1])
-
-
 async def test_field_reaches_the_engine_as_xarg_and_the_report_the_client() -> None:
     engine = Engine()
     response = await post(build(engine), kv_budget=0.2, vllm_xargs={"mine": 1})
@@ -81,21 +72,12 @@ async def test_field_reaches_the_engine_as_xarg_and_the_report_the_client() -> N
     assert "kv_budget" not in engine.seen[0]
     body = response.json()
     assert body["kv_cache"] == engine_report(tokens_seen=4)
-    assert list(body["kv_cache"]) == list(REPORT_KEYS)
     assert list(body)[-1] == "kv_cache"
     assert int(response.headers["content-length"]) == len(response.content)
     assert body["kv_transfer_params"] is None
     plain = (await post(build(engine := Engine()))).json()
     assert plain["kv_cache"]["tokens_seen"] == 4
     assert engine.seen == [{"prompt": "pppp"}]
-
-
-@pytest.mark.parametrize("options", [None, {"include_usage": True}])
-async def test_stream_carries_the_report_in_its_last_chunk(options: Any) -> None:
-    response = await post(build(Engine()), stream=True, stream_options=options or {}, kv_budget=0.2)
-    event = last_event(response)
-    assert event["kv_cache"] == engine_report(tokens_seen=4)
-    assert ("usage" in event) == bool(options)
 
 
 async def test_stream_is_not_held_back() -> None:
@@ -130,18 +112,6 @@ async def test_client_that_leaves_aborts_its_stream_in_the_engine(stream: str) -
     assert engine.aborted == 1
 
 
-async def test_bad_value_is_answered_here_and_the_next_request_works() -> None:
-    engine = Engine()
-    app = build(engine)
-    response = await post(app, kv_budget=9)
-    assert response.status_code == 400
-    assert response.headers["content-type"] == "application/json"
-    assert response.json()["error"]["param"] == "kv_budget"
-    assert response.json()["error"]["type"] == "BadRequestError"
-    assert engine.seen == []
-    assert (await post(app, kv_budget=0.9)).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "status"),
     [
@@ -162,6 +132,7 @@ async def test_every_answer_says_which_version_gave_it_and_is_for_other_origins(
     assert response.headers["access-control-allow-origin"] == "http://page"
     length = response.headers.get("content-length", len(response.content))
     assert int(length) == len(response.content)
+    assert response.headers["content-type"].startswith(("application/json", "text/event-stream"))
 
 
 async def test_unauthenticated_request_is_a_401_and_its_body_is_not_read() -> None:
@@ -171,22 +142,6 @@ async def test_unauthenticated_request_is_a_401_and_its_body_is_not_read() -> No
     await call.task
     assert call.sent[0]["status"] == 401
     assert call.read == 0
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff"])
-async def test_body_that_is_no_object_gets_the_applications_own_answer(content: bytes) -> None:
-    async with client_of(build(Engine())) as client:
-        response = await client.post(
-            "/v1/completions", content=content, headers={"content-type": "application/json"}
-        )
-    assert response.status_code in (400, 422)
-    assert "kv_" not in response.text
-
-
-async def test_error_of_the_application_is_passed_as_it_is() -> None:
-    response = await post(build(Engine()), "/v1/chat/completions", kv_budget=0.2)
-    assert response.status_code == 404
-    assert response.json() == {"error": {"message": "nope", "code": 404}}
 
 
 async def test_other_requests_are_untouched() -> None:
@@ -202,32 +157,11 @@ async def test_other_requests_are_untouched() -> None:
         assert (await client.post("/nowhere", json={"kv_budget": 9})).status_code == 404
 
 
-async def test_concurrent_requests_do_not_mix_their_reports() -> None:
-    app = build(Engine(tokens=5))
-    async with client_of(app) as client:
-        prompts = ["p" * length for length in range(1, 33)]
-        calls = [client.post("/v1/completions", json={"prompt": p}) for p in prompts]
-        responses = await asyncio.gather(*calls)
-    seen = [response.json()["kv_cache"]["tokens_seen"] for response in responses]
-    assert seen == list(range(1, 33))
-
-
-async def test_client_is_wrapped_once() -> None:
-    engine = Engine()
-    app = build(engine)
-    await post(app)
-    wrapped = engine.generate
-    assert wrapped != Engine.generate.__get__(engine)
-    await post(build(engine))
-    assert engine.generate == wrapped
-    assert type(engine).generate is Engine.generate
-
-
 @pytest.mark.parametrize("broken", ["config", "client", "key", "engine"])
 async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "_startup_error", None)
+    monkeypatch.setattr(engine_death.ending, "refusal", None)
     app = build(Engine())
     if broken == "config":
         app.state.vllm_config.additional_config["h2o"]["kv_budget"] = 7
@@ -249,6 +183,6 @@ async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
 
     await app({"type": "lifespan", "asgi": {"version": "3.0"}}, receive, send)
     assert sent[0]["type"] == "lifespan.startup.failed"
-    assert middleware.startup_error() == sent[0]["message"]
+    assert engine_death.ending.refusal == sent[0]["message"]
     assert broken != "client" or "generate" in sent[0]["message"]
     assert broken != "engine" or "0.2 here and 0.5 there" in sent[0]["message"]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 
@@ -13,29 +12,6 @@ from tests.server.chat_templates import TEMPLATES
 from tests.server.vllm_like import Engine, Rendering, build, post
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_messages_api_is_served_like_the_others(stream: bool) -> None:
-    """A stream carries the report beside its usage."""
-    engine = Engine()
-    response = await post(build(engine), "/v1/messages", kv_budget=0.2, stream=stream)
-    assert engine.seen[0]["vllm_xargs"] == {"kv_budget": 0.2}
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line) for line in lines] if stream else [response.json()]
-    (with_report,) = [event for event in events if "kv_cache" in event]
-    assert with_report["kv_cache"]["budget"] == 0.2
-    if stream:
-        assert events[-2] is with_report and with_report["usage"]
-    else:
-        assert with_report["kv_transfer_params"] is None
-
-
-async def test_bad_value_of_messages_has_the_shape_of_its_errors() -> None:
-    response = await post(build(Engine()), "/v1/messages", kv_budget=9)
-    assert response.status_code == 400
-    assert response.json()["type"] == "error"
-    assert response.json()["error"]["param"] == "kv_budget"
 
 
 CHAT = [{"role": "user", "content": "Hi"}]

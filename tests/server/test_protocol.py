@@ -265,3 +265,19 @@ def test_what_users_own_is_not_judged(config: H2OConfig) -> None:
         for rule in (Rule.LIFT, Rule.REFUSE):
             request = body(**{place: [users]}, user="kv_budget")
             assert admit(request, PATH, rule, config).body == request
+
+
+def test_a_trace_is_of_one_sequence() -> None:
+    def ask(path: str, **fields: Any) -> None:
+        admit(body(kv_trace=True, **fields), path, Rule.LIFT, H2OConfig(kv_trace=True))
+
+    chat = "/v1/chat/completions"
+    for path in ("/v1/messages", "/v1/responses", "/invocations", f"{chat}/batch"):
+        with pytest.raises(RefusalError, match=f"by {path}; it is by {chat}, /v1/completions"):
+            ask(path)
+    ask(chat)
+    for prompt in ("a", ["a"], [1, 2, 3], [[1, 2, 3]]):
+        ask(PATH, prompt=prompt)
+    for several in (["a", "b"], [[1], [2]]):
+        with pytest.raises(RefusalError, match="several prompts"):
+            ask(PATH, prompt=several)

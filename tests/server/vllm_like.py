@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.config.options import H2OConfig
@@ -71,22 +71,6 @@ class Engine:
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
             raise
-
-
-class Authentication:
-    """As vLLM's: pure ASGI, in front of everything but what is added later."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app = app
-        self.key = key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            headers = dict(scope["headers"])
-            if headers.get(b"authorization") != f"Bearer {self.key}".encode():
-                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
 
 
 class Parameters(dict[str, Any]):
@@ -162,7 +146,7 @@ def build(
         setattr(app.state, name, value)
     app.add_middleware(CORSMiddleware, allow_origins=["http://page"])
     if key is not None:
-        app.add_middleware(Authentication, key=key)
+        app.add_middleware(AuthenticationMiddleware, tokens=[key])
 
     # The order in which vLLM adds what --middleware names: last, so outermost.
     app.add_middleware(KVCacheMiddleware)
@@ -180,7 +164,7 @@ def build(
         tokenized = [{"type": "token", "prompt_token_ids": list(p.encode())} for p in prompts]
         calls = [client.generate(p, body, f"id-{i}") for i, p in enumerate(tokenized)]
         if request.stream:
-            return StreamingResponse(_events(calls, body), media_type="text/event-stream")
+            return StreamingResponse(_events(calls), media_type="text/event-stream")
         outputs = [[output async for output in call][-1] for call in calls]
         return JSONResponse(
             {
@@ -199,10 +183,7 @@ def build(
             call = client.generate(prompt, Parameters(request), "id")
         except VLLMValidationError as error:
             return JSONResponse({"type": "error", "error": {"message": error.args[0]}}, 400)
-        if request.get("stream"):
-            return StreamingResponse(_messages(call), media_type="text/event-stream")
-        outputs = [output async for output in call]
-        return JSONResponse({"kv_transfer_params": outputs[-1].kv_transfer_params})
+        return JSONResponse({"tokens": [output.token async for output in call]})
 
     @app.post("/generative_scoring")
     async def scoring(request: dict[str, Any]) -> Response:
@@ -236,21 +217,10 @@ async def lifespan(app: FastAPI, *, told_to_stop: bool = False) -> None:
     await app({"type": "lifespan", "asgi": {"version": "3.0"}, "app": app}, receive, send)
 
 
-async def _messages(call: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-    async for output in call:
-        yield f'event: content_block_delta\ndata: {{"delta":{{"text":"{output.token}"}}}}\n\n'
-    yield 'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":3}}\n\n'
-    yield 'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-
-
-async def _events(
-    calls: list[AsyncGenerator[Any, None]], body: dict[str, Any]
-) -> AsyncGenerator[str, None]:
+async def _events(calls: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[str, None]:
     for call in calls:
         async for output in call:
             reason = "stop" if output.finished else None
             choices = [{"text": str(output.token), "finish_reason": reason}]
             yield f"data: {json.dumps({'choices': choices}, separators=(',', ':'))}\n\n"
-    if body.get("stream_options", {}).get("include_usage"):
-        yield 'data: {"choices":[],"usage":{"total_tokens":5}}\n\n'
     yield "data: [DONE]\n\n"

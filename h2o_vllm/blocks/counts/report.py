@@ -57,12 +57,12 @@ def request_report(
         "tokens_protected": protected_tokens(budget, seen),
         "tokens_held": seen - evicted,
         "tokens_evicted": evicted,
-        "nothing_evicted_reason": None if holes else _nothing_evicted_reason(schedule, seen),
         "tokens_settled": settled,
         "blocks_freed": holes,
         "peak_blocks": peak_blocks,
         "tokens_drafted": drafted,
         "tokens_accepted": accepted,
+        "nothing_evicted_reason": None if holes else _nothing_evicted_reason(schedule, seen),
         "block_size": block_size,
     }
 

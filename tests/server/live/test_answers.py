@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from h2o_vllm.policy.policy import joinable_ranks, policy_names
-from h2o_vllm.server.report import REPORT_KEYS
 from loadtest.http.generator import Generator
 from loadtest.http.options import LoadSettings
 from tests.metrics.exposed import exposed_names
+from tests.server.conftest import engine_report
 from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = pytest.mark.e2e
@@ -50,7 +50,7 @@ def test_a_start_prints_a_page_at_most_which_says_what_is_active(server: LiveSer
 def test_a_fifth_of_the_cache_is_held(client: openai.OpenAI) -> None:
     answer = complete(client, LONG, max_tokens=200, ignore_eos=True, kv_budget=0.2)
     report = answer.kv_cache
-    assert tuple(report) == REPORT_KEYS
+    assert tuple(report) == tuple(engine_report())
     assert answer.usage.completion_tokens == 200
     assert report["tokens_seen"] == 1500 + 200 - 1
     assert (report["budget"], report["recent"], report["policy"]) == (0.2, 0.5, "attention")
@@ -173,6 +173,7 @@ def test_other_routes_take_budgets_and_report(
         assert one["budget"] == 0.5 and one["tokens_seen"] > 3
     refused = server.post(path, body | {"kv_budget": 9})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_budget")
+    assert (refused.json().get("type") == "error") == (path == "/v1/messages")
 
 
 def test_beam_search_takes_no_budget(client: openai.OpenAI) -> None:

@@ -57,7 +57,16 @@ def default_model_dir() -> Path:
 def prepare_default_model() -> Path:
     """As :func:`default_model_dir`, in this process. For ``python -m h2o_vllm.models``."""
     source = default_model_file()
-    return prepared(_directory(source), lambda target: _convert(source, target))
+
+    def convert_source(target: Path) -> None:
+        if importlib.util.find_spec("gguf") is None:
+            raise ConfigError(f"the default model needs the package gguf: {INSTALL}")
+        # Imports torch: seconds that only the first start pays.
+        from h2o_vllm.models.convert import convert
+
+        convert(source, target)
+
+    return prepared(_directory(source), convert_source)
 
 
 def default_calibration() -> Path:
@@ -101,12 +110,3 @@ def _cache_root() -> Path:
             "no home directory to keep the default model in: set XDG_CACHE_HOME to an absolute path"
         ) from None
     return root / "h2o_vllm" / "models"
-
-
-def _convert(source: Path, target: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"the default model needs the package gguf: {INSTALL}")
-    # Imports torch: seconds that only the first start pays.
-    from h2o_vllm.models.convert import convert
-
-    convert(source, target)

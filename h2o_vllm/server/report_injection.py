@@ -53,13 +53,6 @@ class EventCompleter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take the next bytes of the stream; returns those that can be sent now."""
-        if (
-            not self._held
-            and not self._partial
-            and chunk.endswith(SEPARATOR)
-            and not any(marker in chunk for marker in LAST_MARKERS)
-        ):
-            return chunk
         *events, self._partial = (self._partial + chunk).split(SEPARATOR)
         return b"".join(self._pass(event + SEPARATOR) for event in events)
 

@@ -21,15 +21,10 @@ from safetensors.torch import load_file, save_file
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from tests.families.random_models import SIZES, VOCABULARY, randomise
-
-try:
-    from transformers.video_processing_utils import VideoProcessorMixin
-except ImportError:
-    # transformers before 5.19.
-    from transformers.video_processing_utils import BaseVideoProcessor as VideoProcessorMixin
 
 CHAT = (
     "{% for message in messages %}{% if message.content is string %} {{ message.content }}"

@@ -64,32 +64,29 @@ def test_a_batch_generates_what_each_request_generates_alone(
 
 
 @pytest.mark.long
-def test_a_batch_on_our_kernel_alone_generates_what_each_request_generates_alone(
-    long: bool,
+@pytest.mark.parametrize(
+    ("options", "requests", "blocks", "evictions"),
+    [
+        # In the full tier: ``tests/engine/test_full_kernel.py``.
+        (("--kv-full-kernel", "h2o"), "40", "90", 50),
+        # What the model drafts on a part of an exact request's KV reaches neither it nor others.
+        (("--drafts", "exact"), "30", "80", 20),
+        (("--drafts", "ngram"), "30", "80", 20),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else None,
+)
+def test_a_batch_on_our_kernel_alone_or_with_drafts_generates_what_each_request_generates_alone(
+    options: tuple[str, str], requests: str, blocks: str, evictions: int, long: bool
 ) -> None:
-    """``--kv-full-kernel h2o``; in the full tier: ``tests/engine/test_full_kernel.py``."""
-    requests, rounds, blocks = ("200", "20", "190") if long else ("40", "1", "90")
-    options = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
-    for row in hunt("--kv-full-kernel", "h2o", *options, long=long):
+    requests, rounds, blocks = ("200", "20", "190") if long else (requests, "1", blocks)
+    sizes = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
+    for row in hunt(*options, *sizes, long=long):
         assert row["wrong"] == []
         assert row["ties"] <= 2
-        assert row["running_max"] > 10 and row["evictions"] > 50 and row["preemptions"] > 0
+        assert row["evictions"] > evictions and row["preemptions"] > 0
+        assert row["running_max"] > 10 or "--drafts" in options
         assert row["poisoned_blocks"] > 100
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("drafts", ["exact", "ngram"])
-def test_a_batch_with_drafts_generates_what_each_request_generates_alone(
-    drafts: str, long: bool
-) -> None:
-    """Exact requests, too: what the model drafts on a part of their KV reaches neither them nor others."""
-    requests, rounds, blocks = ("200", "20", "190") if long else ("30", "1", "80")
-    options = ("--requests", requests, "--rounds", rounds, "--blocks", blocks, "--seed", "7")
-    for row in hunt("--drafts", drafts, *options, long=long):
-        assert row["wrong"] == []
-        assert row["ties"] <= 2
-        assert row["evictions"] > 20 and row["preemptions"] > 0 and row["poisoned_blocks"] > 100
-        assert row["drafted"] > row["accepted"] > 0
+        assert row["drafted"] > row["accepted"] > 0 or "--drafts" not in options
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from h2o_vllm.policy.policy import policy_pattern
 from h2o_vllm.server.routes import LIFTED
 from tests.server.chat_templates import TEMPLATES
 from tests.server.grammar import Nonsense, nonsense
-from tests.server.vllm_like import Engine, Rendering, build
+from tests.server.vllm_like import Engine, Rendering, build, scope_of
 
 LIMITS = H2OConfig(kv_budget_min=0.05)
 POLICY = policy_pattern(calibrated=False)
@@ -36,7 +36,6 @@ def send(app: FastAPI, request: Nonsense, chance: random.Random) -> tuple[int | 
 
     The status is ``None`` where the client did not stay for it.
     """
-    path, _, query = request.path.partition("?")
     cuts = sorted(
         chance.randrange(len(request.content) + 1) for _ in range(chance.choice((0, 0, 1, 3)))
     )
@@ -60,12 +59,7 @@ def send(app: FastAPI, request: Nonsense, chance: random.Random) -> tuple[int | 
     async def remember(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-        "method": request.method, "path": path, "raw_path": path.encode(), "root_path": "",
-        "scheme": "http", "query_string": query.encode(), "client": ("c", 1), "server": ("s", 1),
-        "headers": [(b"host", b"s"), (b"content-type", request.content_type.encode())],
-    }  # fmt: skip
+    scope = scope_of(request.path, request.method, request.content_type)
 
     async def exchange() -> None:
         async with asyncio.timeout(120):

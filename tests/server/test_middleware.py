@@ -14,7 +14,7 @@ from fastapi import FastAPI
 import h2o_vllm
 from h2o_vllm.server import engine_death
 from tests.server.conftest import engine_report
-from tests.server.vllm_like import Engine, build, client_of, post
+from tests.server.vllm_like import Engine, build, client_of, post, scope_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,21 +27,7 @@ class Call:
         self.read = 0
         self.gone = asyncio.Event()
         self._chunks = [body[:5], body[5:]]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "scheme": "http",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"server")],
-            "client": ("c", 1),
-            "server": ("s", 1),
-        }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+        self.task = asyncio.ensure_future(app(scope_of(path), self._receive, self._send))
 
     async def _receive(self) -> Any:
         if self._chunks:

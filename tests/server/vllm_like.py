@@ -104,6 +104,17 @@ class Rendering:
         return SimpleNamespace(token_ids=tokens(self.template, kind, body).tolist())
 
 
+def scope_of(path: str, method: str = "POST", kind: str = "application/json") -> dict[str, Any]:
+    """What a server tells of a request that is driven by hand."""
+    path, _, query = path.partition("?")
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+        "method": method, "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http",
+        "query_string": query.encode(), "client": ("c", 1), "server": ("s", 1),
+        "headers": [(b"host", b"s"), (b"content-type", kind.encode())],
+    }  # fmt: skip
+
+
 @asynccontextmanager
 async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=app)

@@ -46,10 +46,6 @@ NEVER_SECONDS = 10**9
 """In 30 years."""
 
 
-class _StoppedError(SystemExit):
-    """SIGINT or SIGTERM during the start, with the conventional exit code."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; returns the exit code.
 
@@ -159,4 +155,5 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     # A second signal must not interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise _StoppedError(128 + signum)
+    # The conventional exit code.
+    raise SystemExit(128 + signum)

@@ -71,9 +71,6 @@ class KVCacheMiddleware:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
             return
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
         bound = self._bind(scope["app"])
         send = _with_version(send)
         if bound.access.refuses(scope):

@@ -33,8 +33,6 @@ logger = init_logger(f"vllm.{__name__}")
 OURS_BY_DEFAULT = ("block_size", "distributed_executor_backend")
 """Engine arguments that the user may override."""
 
-LAST_PORT = 65535
-
 NO_CALIBRATION = (
     "H2O: without a calibration fewer facts are found that are asked for later (58 in place of 73 of 100 at "
     "kv_budget 0.25, RULER, 1.5B). Made in minutes, on a CPU: python -m h2o_vllm.calibrate --model %s "
@@ -95,8 +93,8 @@ def prepare(
             exist.
     """
     _refuse_other_frontends(args)
-    if not 0 <= args.port <= LAST_PORT:
-        raise ConfigError(f"--port {args.port}: must be 0 to {LAST_PORT}")
+    if not 0 <= args.port < 2**16:
+        raise ConfigError(f"--port {args.port}: must be 0 to 65535")
     workers = args.tensor_parallel_size * args.pipeline_parallel_size
     if args.kv_playground and current_platform.device_type == "cpu" and workers == 1:
         config = replace(config, kv_trace=True)

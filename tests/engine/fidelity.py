@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu.batch import key_value_views
-from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine, Prompt
-from tests.reference.h2o import LayerCache, Reference
+from tests.engine.conftest import Engine, Prompt
+from tests.reference.policies import PolicyModel
 
 STEPS = 48
 """Generated tokens: enough for an eviction after the first one."""
@@ -42,33 +42,32 @@ class Case:
 
     prompt: Prompt
     asked: dict[str, Any]
-    reference: Reference
+    reference: PolicyModel
     tokens: list[int]
     logprobs: Tensor
 
 
-def expect(
-    model_dir: str,
-    prompt: list[int],
-    fraction: float,
-    recent: float,
-    protect: int = 0,
-    block: int = BLOCK_SIZE,
-) -> Case:
-    """Ask the reference; ``protect`` first tokens, whole blocks of them, are beside the budget."""
-    reference = Reference(model_dir, fraction, recent, block, FLOOR, protected=protect)
-    return expect_of(reference, prompt)
+def expect(reference: PolicyModel, tokens: list[int], prompt: Prompt | None = None) -> Case:
+    """Ask the reference of H2O, whose prompt has these tokens.
 
-
-def expect_of(reference: Reference, tokens: list[int], prompt: Prompt | None = None) -> Case:
-    """Ask a reference, whose prompt has these tokens; ``prompt``: what an engine is given in their place."""
-    answer, logprobs = reference.generate(tokens, STEPS)
+    ``prompt``: what an engine is given in their place.
+    """
+    with one_thread():
+        answer, logprobs = reference.generate(tokens, STEPS)
     assert reference.held < reference.seen, "nothing was evicted: the test would prove nothing"
     asked = {
         "kv_budget": reference.fraction, "kv_recent": reference.recent,
         "kv_protect": reference.protected,
     }  # fmt: skip
     return Case(tokens if prompt is None else prompt, asked, reference, answer, logprobs)
+
+
+def assert_answer(ours: Seen, tokens: list[int], logprobs: Tensor, tolerance: float = 2e-3) -> None:
+    """These tokens, with these log-probabilities, [T, V]."""
+    assert ours.tokens == tokens, f"{ours.tokens} in place of {tokens}"
+    for step, entries in enumerate(ours.logprobs):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=tolerance)
 
 
 def assert_as_expected(engine: Engine, case: Case, *, told_apart: bool = True) -> None:
@@ -79,38 +78,36 @@ def assert_as_expected(engine: Engine, case: Case, *, told_apart: bool = True) -
             places: then tokens, log-probabilities and the number of tokens held have to do.
     """
     ours, reference = run_to_the_end(engine, case.prompt, case.asked), case.reference
-    assert ours.tokens == case.tokens, f"{ours.tokens} in place of {case.tokens}"
-    for step, entries in enumerate(ours.logprobs):
-        for token, entry in entries.items():
-            assert entry.logprob == pytest.approx(float(case.logprobs[step, token]), abs=2e-3)
+    assert_answer(ours, case.tokens, case.logprobs)
     assert ours.report["tokens_held"] == reference.held
     if not told_apart:
         return
-    for layer, keys, values, scores in zip(
-        reference.evictable, ours.keys, ours.values, ours.scores, strict=True
+    for number, keys, values, scores in zip(
+        reference.layers, ours.keys, ours.values, ours.scores, strict=True
     ):
-        cache = reference.layers[layer]
+        layer, expected = reference.layers[number], reference.scores(number)
         for head in range(keys.shape[0]):
-            where = positions(keys[head], cache, head)
-            assert sorted(where.tolist()) == reference.kept(layer, head), (
-                f"layer {layer}, head {head}. Of what the reference evicted and what it spared, the "
-                f"nearest scores differ by {reference.closest:.1e} of their size"
+            where = positions(keys[head], layer.keys[head])
+            assert sorted(where.tolist()) == reference.kept(number, head), (
+                f"layer {number}, head {head}. Of what the reference evicted and what it spared, the "
+                f"nearest scores differ by {min(layer.margins[head].values()):.1e} of their size"
             )
-            its_values, its_scores = cache.values[0, head, where], cache.scores[0, head, where]
-            torch.testing.assert_close(values[head], its_values, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(
+                values[head], layer.values[head, where], rtol=2e-3, atol=2e-3
+            )
             # Nobody wants the scores of protected tokens.
             ranked = where >= reference.protected
             torch.testing.assert_close(
-                scores[head][ranked], its_scores[ranked], rtol=2e-3, atol=2e-4
+                scores[head][ranked], expected[head, where][ranked], rtol=2e-3, atol=2e-4
             )
 
 
-def positions(keys: Tensor, cache: LayerCache, head: int) -> Tensor:
-    """Which tokens of the reference these keys, [S, D], belong to: the rotated ones tell apart."""
+def positions(keys: Tensor, known: Tensor, tolerance: float = 2e-3) -> Tensor:
+    """Which of the reference's ``known`` tokens these keys, [S, D], are: the rotated ones tell apart."""
     # Exact distances: by matrix product, equal keys would come out as far as 0.01 apart.
-    distance = torch.cdist(keys, cache.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist")
+    distance = torch.cdist(keys, known, compute_mode="donot_use_mm_for_euclid_dist")
     nearest, position = distance.min(dim=1)
-    assert nearest.max() < 2e-3
+    assert nearest.max() <= tolerance
     return position
 
 

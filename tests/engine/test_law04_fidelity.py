@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.conftest import ENGINE, FLOOR, Engine, started
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.fidelity import assert_as_expected, expect
+from tests.reference.policies import PolicyModel, load
 
 
 @pytest.fixture(scope="module")
@@ -33,5 +34,6 @@ def test_kept_tokens_scores_and_logits_equal_the_papers(
     embedded: Engine, embedded_dir: str, text_tokens: list[int], fraction: float, recent: float,
     length: int, protect: int,
 ) -> None:  # fmt: skip
-    prompt = text_tokens[100 : 100 + length]
-    assert_as_expected(embedded, expect(embedded_dir, prompt, fraction, recent, protect))
+    model = load(embedded_dir)
+    reference = PolicyModel(model, "attention", fraction, recent, BLOCK_SIZE, FLOOR, protect)
+    assert_as_expected(embedded, expect(reference, text_tokens[100 : 100 + length]))

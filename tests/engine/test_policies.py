@@ -14,7 +14,7 @@ import torch
 
 from h2o_vllm.calibration.file import Calibration
 from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
-from tests.engine.fidelity import Seen, one_thread, run_to_the_end
+from tests.engine.fidelity import Seen, assert_answer, one_thread, positions, run_to_the_end
 from tests.engine.outputs import check_mix, report_of
 from tests.reference.policies import PolicyModel, load
 from tests.served import SERVED, policy_of
@@ -119,12 +119,9 @@ def assert_kept_as_by(
     """The engine says what ``model`` says, and keeps what it keeps, in every layer and head."""
     ours = run_to_the_end(engine, prompt, asked, steps=steps, keys_of=keys_of)
     with one_thread():
-        tokens, logprobs = model.generate(prompt, steps)
+        answer = model.generate(prompt, steps)
     assert len(model.ranked) > 1
-    assert ours.tokens == tokens
-    for step, entries in enumerate(ours.logprobs):
-        for token, entry in entries.items():
-            assert entry.logprob == pytest.approx(float(logprobs[step, token]), abs=tolerance)
+    assert_answer(ours, *answer, tolerance)
     assert_keeps_as(model, ours.keys, asked.get("kv_protect", 0))
     return ours
 
@@ -145,12 +142,8 @@ def assert_keeps_as(
     for number, heads in zip(model.layers, live, strict=True):
         layer = model.layers[number]
         for head, keys in enumerate(heads):
-            distance = torch.cdist(
-                keys, layer.keys[head], compute_mode="donot_use_mm_for_euclid_dist"
-            )
-            nearest, position = distance.min(dim=1)
-            assert nearest.max() < 4e-3
-            kept, expected = set(position.tolist()), set(model.kept(number, head))
+            where = positions(keys, layer.keys[head], tolerance=4e-3)
+            kept, expected = set(where.tolist()), set(model.kept(number, head))
             assert len(kept) == len(keys) == len(expected)
             assert kept >= set(range(first))
             for one in kept ^ expected:

@@ -15,10 +15,11 @@ from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from h2o_vllm.policy.policy import Policy
-from tests.engine.conftest import Engine
+from tests.engine.conftest import BLOCK_SIZE, FLOOR, Engine
 from tests.engine.fidelity import STEPS, expect
 from tests.engine.outputs import report_of, tokens_of
 from tests.engine.scheduling import Rig
+from tests.reference.policies import PolicyModel, load
 
 LAYERS, HEADS, BLOCK, SIZE, BLOCKS = 2, 3, 16, 16, 12
 
@@ -143,7 +144,9 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
     clean: Engine, model_dir: str, text_tokens: list[int]
 ) -> None:
     prompt = text_tokens[200:600]
-    case = expect(model_dir, prompt, 0.3, 0.25, 64)
+    case = expect(
+        PolicyModel(load(model_dir), "attention", 0.3, 0.25, BLOCK_SIZE, FLOOR, 64), prompt
+    )
     asked = {**case.asked, "kv_trace": True}
     (output,) = clean.generate([prompt], asked, max_tokens=STEPS)
     assert tokens_of(output) == case.tokens

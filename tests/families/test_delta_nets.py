@@ -16,7 +16,7 @@ import torch
 from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, started
 from tests.engine.fidelity import one_thread, run_to_the_end
 from tests.families.random_models import random_prompt, save_random_model
-from tests.reference.h2o import Reference
+from tests.reference.policies import PolicyModel, load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,19 +44,19 @@ def test_vllms_kernels_agree_with_the_reference_up_to_bfloat16(
     engine: Engine, directory: str
 ) -> None:
     ours = run_to_the_end(engine, PROMPT, {"kv_budget": 0.5})
-    reference = Reference(directory, 0.5, 0.5, BLOCK, FLOOR)
-    reference.model.bfloat16().float()
+    model = load(directory).bfloat16().float()
+    reference = PolicyModel(model, "attention", 0.5, 0.5, BLOCK, FLOOR)
     with one_thread():
-        reference.read(torch.tensor([PROMPT]))
-        (expected,) = reference.force(torch.tensor([ours.tokens]))
-    chosen = [step[token].logprob for step, token in zip(ours.logprobs, ours.tokens, strict=True)]
-    assert chosen[1:] == pytest.approx(expected.tolist(), abs=0.3)
+        _, expected = reference.generate(PROMPT, len(ours.tokens), ours.tokens)
+    for step, entries in enumerate(ours.logprobs[1:], 1):
+        token = ours.tokens[step]
+        assert entries[token].logprob == pytest.approx(float(expected[step, token]), abs=0.3)
     assert ours.report["block_size"] == BLOCK
     assert ours.report["tokens_held"] == reference.held
     assert reference.held < reference.seen
-    for layer, keys in zip(reference.evictable, ours.keys, strict=True):
+    for layer, keys in zip(reference.layers, ours.keys, strict=True):
         for head in range(keys.shape[0]):
-            distance = torch.cdist(keys[head].float(), reference.layers[layer].keys[0, head])
+            distance = torch.cdist(keys[head].float(), reference.layers[layer].keys[head])
             kept = set(distance.argmin(1).tolist())
             shared = len(kept & set(reference.kept(layer, head))) / reference.held
             # Each CPU rounds in its own way; by chance 0.5 are the same.

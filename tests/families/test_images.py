@@ -18,7 +18,7 @@ import pytest
 
 from h2o_vllm.engine.compat import model_rotation
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, NUM_BLOCKS, Engine, started
-from tests.engine.fidelity import Case, assert_as_expected, expect_of, one_thread
+from tests.engine.fidelity import Case, assert_as_expected, expect, one_thread
 from tests.engine.outputs import check_mix, report_of, tokens_of
 from tests.engine.test_trace import held
 from tests.families.delta_nets import in_float32
@@ -32,7 +32,7 @@ from tests.families.image_models import (
     save_image_model,
 )
 from tests.families.random_models import random_prompt
-from tests.reference.images import SeeingReference
+from tests.reference.images import SeeingModel, load_seeing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -81,16 +81,15 @@ def serving(kind: str, directory: str) -> Iterator[Served]:
 
     def reference(fraction: float, recent: float, protect: int, prompt: Pictured) -> Any:
         tokens, pictures = expanded(directory, prompt)
-        return SeeingReference(
-            directory, fraction, recent, block, FLOOR, protected=protect // block * block,
+        return SeeingModel(
+            model, "attention", fraction, recent, block, FLOOR, protect // block * block,
             pictures=pictures,
         ), tokens  # fmt: skip
 
     with processors(), in_float32() if kind == "qwen3_5" else nullcontext():
+        model = load_seeing(directory)
+        cases = {name: expect(*reference(*case), case[-1].prompt) for name, case in given.items()}
         with one_thread():
-            cases = {
-                name: expect_of(*reference(*case), case[-1].prompt) for name, case in given.items()
-            }
             full, tokens = reference(1.0, 0.5, 0, TWO)
             lossless, _ = full.generate(tokens, STEPS)
         options = {**ENGINE, "limit_mm_per_prompt": limits}

@@ -22,9 +22,10 @@ import pytest
 
 from h2o_vllm.errors import ConfigError
 from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
-from tests.engine.fidelity import Case, assert_as_expected, expect, one_thread
+from tests.engine.fidelity import Case, assert_as_expected, expect
 from tests.families.random_models import MODELS, OPTIONS, random_prompt, save_random_model
 from tests.families.spared import spared
+from tests.reference.policies import PolicyModel, load
 
 BUDGETS = {"0.1-several-chunks": (0.1, 0.5, 1100), "0.3-heavy": (0.3, 0.2, 330)}
 """Share kept, recent share of it, tokens of the prompt."""
@@ -66,17 +67,13 @@ def served(
     save_random_model(kind, directory)
     # Before the engine: vLLM's Transformers backend makes the model's class its own, for all of the
     # process, and the class then no longer works without vLLM.
-    with one_thread():
-        cases = {
-            name: expect(
-                directory,
-                random_prompt(length),
-                fraction,
-                recent,
-                block=BLOCKS.get(kind, BLOCK_SIZE),
-            )
-            for name, (fraction, recent, length) in BUDGETS.items()
-        }
+    model, block = load(directory), BLOCKS.get(kind, BLOCK_SIZE)
+    cases = {
+        name: expect(
+            PolicyModel(model, "attention", fraction, recent, block, FLOOR), random_prompt(length)
+        )
+        for name, (fraction, recent, length) in BUDGETS.items()
+    }
     # A tokenizer would have nothing to say.
     options = {**ENGINE, "skip_tokenizer_init": True, **OPTIONS.get(kind, {})}
     with spared(kind), started(directory, options, kv_min_tokens=FLOOR) as engine:

@@ -1,59 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H2O in plain torch on a transformers model that sees. Imports nothing of h2o_vllm.
+"""The reference of the policies on a transformers model that sees. Imports nothing of h2o_vllm.
 
-Which tokens exist is :class:`tests.reference.h2o.Reference`'s business, to which a picture's tokens are as
-others. What a picture looks like to the model, transformers says. Where in it a token is (M-RoPE), the papers
-say: Qwen2-VL (arXiv 2409.12191) and Qwen2.5-VL (arXiv 2502.13923).
+Which tokens exist is :class:`.PolicyModel`'s business, to which a picture's tokens are as others. What a
+picture looks like to the model, transformers says. Where in it a token is (M-RoPE), the papers say: Qwen2-VL
+(arXiv 2409.12191) and Qwen2.5-VL (arXiv 2502.13923).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM
 
-from tests.reference.h2o import Reference
+from tests.reference.policies import NAME, PolicyModel, load
+
+
+def load_seeing(model_dir: str) -> Any:
+    """A model whose text has the reference's attention."""
+    kinds = dict.fromkeys(AutoConfig.from_pretrained(model_dir).sub_configs, "eager")
+    return load(model_dir, AutoModelForMultimodalLM, {**kinds, "text_config": NAME})
 
 
 @dataclass
-class SeeingReference(Reference):
+class SeeingModel(PolicyModel):
     """Of one sequence, whose prompt is computed at once.
 
     Args:
+        model: see :func:`load_seeing`.
         pictures: what a processor makes of the prompt's media: ``pixel_values`` and the like.
     """
 
+    model: Any
     pictures: Mapping[str, Tensor] = field(default_factory=dict)
     _shift: int = 0
     """Added to the index of a word behind the media, it is the word's position."""
 
-    def __post_init__(self) -> None:
-        name = f"h2o_reference_{id(self)}"
-        AttentionInterface.register(name, self._attend)
-        kinds = dict.fromkeys(AutoConfig.from_pretrained(self.model_dir).sub_configs, "eager")
-        self.model = AutoModelForMultimodalLM.from_pretrained(
-            self.model_dir, dtype=torch.float32, attn_implementation={**kinds, "text_config": name}
-        ).eval()
-
-    def _forward(self, tokens: Tensor, keep: int = 1) -> Tensor:
-        given = {} if self.layers else self.pictures
-        output = self.model(
-            input_ids=tokens, position_ids=self._positions(tokens), past_key_values=self.states,
-            use_cache=True, logits_to_keep=keep, **given,
-        )  # fmt: skip
-        return output.logits.float()
-
-    def _positions(self, tokens: Tensor) -> Tensor:
-        """[B, T], or one for each axis of M-RoPE, [3, B, T]."""
-        rotates = hasattr(self.model.model, "get_rope_index")
-        if self.layers or not rotates:
-            start = self.seen + self._shift if self.layers else 0
-            positions = torch.arange(start, start + tokens.shape[1])[None]
-            return positions.expand(3, 1, -1) if rotates else positions
-        return self._axes(tokens[0].tolist())[:, None]
+    def _inputs(self, tokens: list[int], position: int) -> dict[str, Tensor]:
+        """Positions are [B, T], or one for each axis of M-RoPE, [3, B, T]."""
+        rotates, pictures = hasattr(self.model.model, "get_rope_index"), {}
+        if not position:
+            pictures = dict(self.pictures)
+        if rotates and not position:
+            positions = self._axes(tokens)[:, None]
+        else:
+            positions = torch.arange(position, position + len(tokens))[None] + self._shift
+            positions = positions.expand(3, 1, -1) if rotates else positions
+        return {"position_ids": positions, **pictures}
 
     def _axes(self, tokens: list[int]) -> Tensor:
         """Time, height and width of each token, [3, T].

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,3 +60,17 @@ def note_margins(
             mine = scores[position]
             apart = abs(mine - scores[other]) / max(abs(mine), _TINY)
             margins[position] = min(apart, margins.get(position, math.inf))
+
+
+def kv_owner(module: Any) -> int:
+    """The layer whose keys and values this layer's queries see: its own, or that of an earlier layer.
+
+    Gemma 3n, Gemma 4 E: the last ``num_kv_shared_layers`` layers read those of the last layer before them
+    that is of their kind.
+    """
+    layer: int = module.layer_idx
+    if not getattr(module, "is_kv_shared_layer", False):
+        return layer
+    config, kinds = module.config, module.config.layer_types
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    return max(other for other in range(own) if kinds[other] == kinds[layer])

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy that keeps single tokens, in plain torch, from the whole attention matrix.
+"""Every policy that keeps single tokens, H2O first, in plain torch on a transformers model.
 
-Written to be compared with the engine: nothing is paged, moved, accumulated or rescored. Each query's
-probabilities are kept as a row, and a policy is one formula over them (``scores.py``). Imports
-nothing of h2o_vllm. The cadence is the engine's: whole blocks of tokens go, before the token that would
-exceed the budget by a block is computed, and the recent window begins at the nearest full block.
+Written from the papers and not from our code: nothing is paged, moved, shared, accumulated or rescored. Every
+key ever computed stays, and a mask per layer and KV head says which of them still exist. Each query's
+probabilities are kept as a row, and a policy is one formula over them (``scores.py``). Imports nothing of
+h2o_vllm.
+
+H2O: Zhang et al., "H2O: Heavy-Hitter Oracle", NeurIPS 2023, arXiv 2306.14048, Algorithm 1. There one token
+goes for each that comes: ``block=1``. The engine's cadence can be had as well: whole blocks of tokens go,
+before the token that would exceed the budget by a block is computed, and the recent window begins at the
+nearest full block.
 """
 
 from __future__ import annotations
@@ -16,11 +21,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
-from tests.reference.h2o import kv_owner
-from tests.reference.layer import Layer, note_margins
+from tests.reference.layer import Layer, kv_owner, note_margins
 from tests.reference.scores import ReferenceScores
+
+NAME = "policy_reference"
+"""Of the attention of loaded models."""
+
+
+class States(DynamicCache):
+    """Transformers' cache, of which only layers that keep a state make use: keys and values are ours."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing is added to the new ones, [B, KH, T, D]."""
+        return key_states, value_states
 
 
 @dataclass
@@ -29,7 +46,9 @@ class PolicyModel:
 
     Args:
         model: a transformers model whose attention is :meth:`attend`; see :func:`load`.
-        policy: value of ``kv_policy``. fraction, recent, block, floor: as in ``h2o.py``.
+        policy: value of ``kv_policy``.
+        fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
+        block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
         protected: first tokens beside the budget, rounded up to blocks.
         delay: generated tokens before the first eviction.
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
@@ -53,8 +72,10 @@ class PolicyModel:
     """Whose turn it is: the model is shared."""
     layers: dict[int, Layer] = field(default_factory=dict)
     """Those with KV that is evicted, by their number in the model."""
-    windows: dict[int, Layer] = field(default_factory=dict)
-    """Those with a sliding window, which forget by themselves."""
+    others: dict[int, Layer] = field(default_factory=dict)
+    """Those with a sliding window or chunks, which forget by themselves."""
+    states: States = field(default_factory=States)
+    """Of convolution and state-space layers, which do as well."""
     prompt: int = 0
     evicted: int = 0
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
@@ -64,14 +85,19 @@ class PolicyModel:
         self.protected = math.ceil(self.protected / self.block) * self.block
 
     @torch.inference_mode()
-    def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
-        """The generated tokens and their log-probabilities, [num_tokens, V]."""
-        PolicyModel.running = self
+    def generate(
+        self, prompt: list[int], num_tokens: int, given: list[int] | None = None
+    ) -> tuple[list[int], Tensor]:
+        """The generated tokens and their log-probabilities, [num_tokens, V].
+
+        The KV of the last generated token is not computed. With ``given`` tokens these are read instead.
+        """
+        PolicyModel.running, self.states = self, States(config=self.model.config)
         self.prompt = len(prompt)
         logits, tokens, logprobs = self._read(prompt), [], []
         for step in range(num_tokens):
             logprobs.append(logits.log_softmax(-1))
-            tokens.append(int(logits.argmax()))
+            tokens.append(int(logits.argmax()) if given is None else given[step])
             if step + 1 < num_tokens:
                 self._evict(len(prompt) + step)
                 logits = self._forward([tokens[-1]], len(prompt) + step)
@@ -80,6 +106,21 @@ class PolicyModel:
     def kept(self, layer: int, head: int) -> list[int]:
         """Positions whose KV still exists."""
         return self.layers[layer].alive[head].nonzero().flatten().tolist()
+
+    def scores(self, layer: int) -> Tensor:
+        """What the policy thinks of each token, [KH, S]."""
+        formula = ReferenceScores(self.policy, self.protected, self.prompt, self.ranked)
+        return formula.of(self.layers[layer])
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose KV has been computed."""
+        return next(iter(self.layers.values())).alive.shape[1]
+
+    @property
+    def held(self) -> int:
+        """Tokens whose KV still exists; as many in every layer and head, unless heads share."""
+        return int(next(iter(self.layers.values())).alive[0].sum())
 
     def _read(self, prompt: list[int]) -> Tensor:
         """Computes the prompt, within its bound; returns the next token's logits, [V]."""
@@ -118,9 +159,8 @@ class PolicyModel:
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = self.protected + excess if len(self.ranked) == 1 else 0
-        formula = ReferenceScores(self.policy, self.protected, self.prompt, self.ranked)
-        for layer in self.layers.values():
-            ranks = formula.of(layer).tolist()
+        for number, layer in self.layers.items():
+            ranks = self.scores(number).tolist()
             candidates = []
             for head, scores in enumerate(ranks):
                 alive = layer.alive[head].nonzero().flatten().tolist()
@@ -158,24 +198,33 @@ class PolicyModel:
         return [(1 + more.count(head)) * self.block for head in range(heads)]
 
     def _forward(self, tokens: list[int], position: int) -> Tensor:
-        positions = torch.arange(position, position + len(tokens))[None]
         output = self.model(
-            input_ids=torch.tensor([tokens]), position_ids=positions, use_cache=False
-        )
+            input_ids=torch.tensor([tokens]), past_key_values=self.states, use_cache=True,
+            logits_to_keep=1, **self._inputs(tokens, position),
+        )  # fmt: skip
         return output.logits[0, -1].float()
+
+    def _inputs(self, tokens: list[int], position: int) -> dict[str, Tensor]:
+        """What else the model is given with tokens from ``position`` on."""
+        return {"position_ids": torch.arange(position, position + len(tokens))[None]}
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float,
-        window: int | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D].
 
-        ``window``: how many tokens a query sees, itself included; ``None``: all.
+        ``window``: how many tokens a query sees, itself included; ``None``: all. ``softcap`` is Gemma 2's;
+        ``sinks`` [H] are gpt-oss', a logit per q head that nobody has.
         """
+        if window is not None and window >= module.config.max_position_embeddings:
+            # No sequence leaves it.
+            window = None
+        chunk = _chunk(module)
         heads, new = key.shape[1], key.shape[2]
         nothing = torch.zeros(heads, 0)
         owner = kv_owner(module)
-        layer = (self.layers if window is None else self.windows).setdefault(
+        layer = (self.layers if window is chunk is None else self.others).setdefault(
             owner, Layer(key[0][:, :0], value[0][:, :0], nothing.bool(), [])
         )
         if self.calibration is not None:
@@ -190,8 +239,17 @@ class PolicyModel:
         visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         if window is not None:
             visible = visible.triu(total - new - window + 1)
+        if chunk is not None:
+            chunks = torch.arange(total) // chunk
+            visible = visible & (chunks[-new:, None] == chunks)
         visible = visible[None] & layer.alive[:, None]
-        prob = logits.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~visible[:, None], float("-inf"))
+        if sinks is not None:
+            aside = sinks.detach().view(heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, aside], -1)
+        prob = logits.softmax(-1)[..., :total]
         # All layers that read a key give it attention.
         layer.seen[-1] = layer.seen[-1] + prob.sum(1)
         mixed = prob @ layer.values[:, None]
@@ -200,10 +258,21 @@ class PolicyModel:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: object,
-    scaling: float, sliding_window: int | None = None, **__: object,
+    scaling: float, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **__: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     assert PolicyModel.running is not None
-    return PolicyModel.running.attend(module, query, key, value, scaling, sliding_window)
+    softmax = (sliding_window, softcap, s_aux)
+    return PolicyModel.running.attend(module, query, key, value, scaling, *softmax)
+
+
+def _chunk(module: Any) -> int | None:
+    """How many tokens a chunk has, within which a query of this layer sees what came before (Llama 4)."""
+    kinds = getattr(module.config, "layer_types", None) or []
+    if "chunked_attention" not in kinds[module.layer_idx : module.layer_idx + 1]:
+        return None
+    size: int = module.config.attention_chunk_size
+    return size
 
 
 def _survival(position: int, *, scores: list[float], copied: int) -> tuple[float, bool, int]:
@@ -211,9 +280,12 @@ def _survival(position: int, *, scores: list[float], copied: int) -> tuple[float
     return -scores[position], position < copied, position
 
 
-def load(model_dir: str) -> torch.nn.Module:
-    """The model, once for all policies."""
-    AttentionInterface.register("policy_reference", _attend)
-    return AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="policy_reference"
-    ).eval()
+def load(
+    model_dir: str, kind: Any = AutoModelForCausalLM, attention: Any = NAME
+) -> torch.nn.Module:
+    """A model, once for all policies. ``attention``: of its parts, where it has several."""
+    AttentionInterface.register(NAME, _attend)
+    model: torch.nn.Module = kind.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation=attention
+    )
+    return model.eval()

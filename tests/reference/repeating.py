@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from tests.reference.h2o import kv_owner
+from tests.reference.layer import kv_owner
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
 """KVzip's."""

@@ -2,12 +2,11 @@
 """Many steps of many requests through scheduler, worker, builder and attention, without a GPU.
 
 The kept tokens, their scores and every attention output are compared with an independent H2O
-(``tests/reference/h2o.py``), which never pages, moves, batches or replays anything.
+(``tests/reference/policies.py``), which never pages, moves, batches or replays anything.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -21,42 +20,12 @@ from h2o_vllm.engine.cuda.impl import key_value_views
 from h2o_vllm.engine.cuda.variants import Variant
 from h2o_vllm.errors import AccountingError
 from tests.engine.cuda.fake_gpu import check_outputs, fake_gpu
-from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SCALE, SIZE, module_of, qkv
+from tests.engine.cuda.fake_model import HEADS, KV_HEADS, LAYERS, SIZE
+from tests.engine.cuda.test_policies import outputs_of, plain_model
+from tests.engine.fidelity import positions
 from tests.engine.scheduling import STATES
-from tests.reference.h2o import Reference
 
 FLOOR = 32
-
-
-@functools.cache
-def reference_outputs(
-    request_id: str,
-    prompt: int,
-    total: int,
-    budget: float,
-    recent: float,
-    block: int,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    readers: int = 0,
-) -> tuple[list[torch.Tensor], Reference]:
-    """Attention of every token of one request, computed one by one. [LAYERS + readers, HEADS, SIZE] each."""
-    reference = object.__new__(Reference)
-    reference.fraction, reference.recent, reference.block = budget, recent, block
-    reference.floor, reference.layers, reference.protected = FLOOR, {}, 0
-    outputs = []
-    for position in range(total):
-        if position >= prompt and budget < 1:
-            reference._evict()
-        layers = []
-        for layer in range(LAYERS + readers):
-            q, k, v = (t[None, :, None] for t in qkv(request_id, position, layer))
-            module = module_of(layer, readers)
-            softmax = {"softcap": softcap, "s_aux": sinks}
-            out, _ = reference._attend(module, q, k, v, scaling=SCALE, **softmax)
-            layers.append(out[0, 0])
-        outputs.append(torch.stack(layers))
-    return outputs, reference
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["unknown", "others"])
@@ -119,34 +88,22 @@ def test_scores_and_kept_tokens_equal_an_independent_h2o(
             request = rig.scheduler.requests.get("one")
             if request is not None and request.num_computed_tokens == end:
                 break
-        expected, reference = reference_outputs(
-            "one",
-            prompt,
-            end,
-            0.4,
-            0.5,
-            rig.block_size,
-            softcap=softcap,
-            sinks=sinks,
-            readers=readers,
-        )
-        check_outputs(gpu, "one", expected)
+        asked = {"kv_budget": 0.4, "kv_policy": "attention", "kv_recent": 0.5}
+        reference = plain_model(asked, prompt, rig.block_size)
+        new, softmax = end - prompt + 1, {"softcap": softcap, "sinks": sinks}
+        check_outputs(gpu, "one", outputs_of(reference, "one", new, readers, **softmax))
         held = rig.blocks.eviction_state("one").report()["tokens_held"]
         where = torch.tensor(live).repeat_interleave(rig.block_size)[:held]
         slots = torch.arange(rig.block_size).repeat(len(live))[:held]
         for layer in range(LAYERS):
             keys = key_value_views(gpu.kv[layer], SIZE)[0][where, slots]
             scores = gpu.state.scores[layer][where, :, slots]
-            cache = reference.layers[layer]
+            known, wanted = reference.layers[layer].keys, reference.scores(layer)
             for head in range(KV_HEADS):
-                distance = torch.cdist(
-                    keys[:, head], cache.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist"
-                )
-                nearest, position = distance.min(dim=1)
-                assert nearest.max() == 0
+                position = positions(keys[:, head], known[head], tolerance=0)
                 assert sorted(position.tolist()) == reference.kept(layer, head)
                 torch.testing.assert_close(
-                    scores[:, head], cache.scores[0, head][position], rtol=1e-4, atol=1e-5
+                    scores[:, head], wanted[head, position], rtol=1e-4, atol=1e-5
                 )
         assert rig.evictions and rig.evictions[0].heavy_blocks
         assert gpu.state.layers_captured(Variant.MIXED) == LAYERS + readers

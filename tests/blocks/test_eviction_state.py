@@ -39,12 +39,6 @@ def make_state(
     return EvictionState(counts, budget, block_size, 8192)
 
 
-def test_nothing_is_evicted_before_the_prompt_is_computed() -> None:
-    one = make_state(400, kv_budget=0.1)
-    assert [one.evict(computed) for computed in range(0, 400, 16)] == [None] * 25
-    assert one.evict(400) is not None
-
-
 @pytest.mark.parametrize(("protect", "pinned"), [(0, 0), (33, 3)])
 def test_the_first_eviction_publishes_exactly_what_it_frees(protect: int, pinned: int) -> None:
     """Law 7. Not before: until then these tokens are to be ranked by their scores."""
@@ -202,19 +196,6 @@ def test_without_scores_what_the_first_eviction_frees_is_read_and_published(
             found += [(computed, due)] if due is not None else []
             computed += again.chunk_limit(computed, min(64, 900 - computed))
         assert found == evicted
-
-
-@pytest.mark.parametrize("protect", [0, 33, "prompt"])
-def test_replay_stops_at_every_eviction_with_protected_tokens(protect: int | str) -> None:
-    stops = [seen for seen, _ in run(make_state(300, kv_budget=0.3, kv_protect=protect), 900)]
-    replay = make_state(300, kv_budget=0.3, kv_protect=protect)
-    computed, visited = replay.readable_tokens(900), []
-    while computed < 900:
-        if replay.evict(computed) is not None:
-            visited.append(computed)
-        computed += replay.chunk_limit(computed, min(64, 900 - computed))
-    assert visited == stops
-    assert len(stops) > 5
 
 
 def test_the_report_counts_protected_and_cached_tokens() -> None:

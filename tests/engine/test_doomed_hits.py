@@ -48,28 +48,6 @@ def of_prompt(tokens: int, prompt: int) -> int:
     return min(tokens, (prompt - 1) // BLOCK * BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("length", "pipelined"), [(30, False), (160, True), (161, False), (200, True)]
-)
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
-def test_law06_hits_end_where_the_first_eviction_does(
-    model_dir: str, asked: dict[str, Any], length: int, pipelined: bool
-) -> None:
-    """The cache has all of the prompt, and of the answer; evictions are those of a cold run."""
-    runs = []
-    for warm in (False, True):
-        rig = rig_of(model_dir, pipelined=pipelined)
-        if warm:
-            rig.add("full", PROMPT[:length] + [7] * 100, max_tokens=2)
-            rig.run()
-        rig.add("one", PROMPT[:length], BY_KEY | asked, max_tokens=220)
-        rig.run()
-        runs.append(decided(rig, "one"))
-    assert runs[0] == runs[1] and len(runs[0]) > 1
-    _, holes = runs[0][0]
-    assert rig.report("one")["tokens_cached"] == of_prompt((max(holes) + 1) * BLOCK, length) > 0
-
-
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
 def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
     model_dir: str, asked: dict[str, Any]

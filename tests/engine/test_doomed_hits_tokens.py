@@ -19,7 +19,6 @@ import torch
 from h2o_vllm.blocks.plan import Eviction
 from tests.engine.conftest import BLOCK_SIZE, Engine
 from tests.engine.fidelity import Seen, run_to_the_end
-from tests.engine.outputs import kept_of, report_of, tokens_of
 
 pytestmark = pytest.mark.e2e
 
@@ -111,16 +110,3 @@ def test_law05_cold_and_warm_runs_are_one(
     assert_same(cold, warm, ranked_from=pinned if asked["kv_policy"] == "attention" else None)
     assert (meetings.count > 0) >= meets
     clean.scheduler.blocks.check_integrity(idle=True)
-
-
-def test_law05_scores_of_others_mean_nothing(clean: Engine, text_tokens: list[int]) -> None:
-    """Blocks from the cache have the scores of the request that computed them: here all are infinite."""
-    prompt, asked = text_tokens[:LENGTH], BY_KEY | {"kv_trace": True}
-    (cold,) = clean.generate([prompt], asked, max_tokens=60)
-    assert clean.llm.reset_prefix_cache()
-    clean.generate([prompt], max_tokens=1)
-    clean.worker._state.scores.fill_(float("inf"))
-    (warm,) = clean.generate([prompt], asked, max_tokens=60)
-    assert tokens_of(warm) == tokens_of(cold)
-    assert report_of(warm)["tokens_cached"] > 0 and kept_of(warm) == kept_of(cold)
-    assert len(report_of(warm)["trace"]["evicted_at"]) > 1

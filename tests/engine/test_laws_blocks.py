@@ -27,21 +27,6 @@ def test_freed_blocks_serve_others_in_the_same_step(model_dir: str) -> None:
     assert [len(rig.tokens[name]) for name in "ab"] == [60, 60]
 
 
-def test_law06_budgeted_prompts_are_published_and_survive_their_eviction(model_dir: str) -> None:
-    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
-    rig.add("evicts", PROMPT, {"kv_budget": 0.2}, max_tokens=40)
-    rig.step()
-    # 200 tokens, 20 %: 10 of the 12 full blocks go at the first eviction, which publishes them. A request
-    # that comes in the same step shares them.
-    rig.add("during", PROMPT, max_tokens=40)
-    assert rig.step().num_scheduled_tokens["during"] == len(PROMPT) - 160
-    rig.run()
-    after = rig.add("after", PROMPT, max_tokens=2)
-    rig.step()
-    assert rig.scheduler.kv_cache_manager.estimate_cached_tokens(after) >= 160
-    rig.run()
-
-
 @pytest.mark.parametrize("policy", COUNTED)
 def test_who_cannot_evict_reads_and_publishes_as_stock(model_dir: str, policy: str) -> None:
     """Scoring with one token, a short chat, each step of a beam search."""

@@ -43,10 +43,6 @@ def plain_model(model_dir: str) -> torch.nn.Module:
     return load(model_dir)
 
 
-def test_every_policy_has_a_row() -> None:
-    assert {*KEPT, *OTHERS} == {*SERVED}
-
-
 def cases() -> Iterator[tuple[dict[str, Any], int]]:
     """Fields and tokens of the prompt. What is protected or delayed does not depend on who ranks."""
     for row, (policy, (recent, length)) in enumerate(KEPT.items()):

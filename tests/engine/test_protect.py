@@ -95,11 +95,3 @@ def test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before(
     calm = evictions(preempt=False)
     assert len(calm) > 2
     assert evictions(preempt=True) == calm
-
-
-def test_a_server_wide_default_protects_as_much_as_is_allowed(model_dir: str) -> None:
-    rig = Rig(model_dir, 40, kv_min_tokens=16, kv_protect="prompt", kv_protect_max=100)
-    for length, pinned in ((100, 112), (101, 112), (40, 48)):
-        rig.add(str(length), PROMPT[:length], {"kv_budget": 0.5}, max_tokens=60)
-        rig.run()
-        assert rig.report(str(length))["tokens_protected"] == pinned

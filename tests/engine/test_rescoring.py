@@ -187,13 +187,6 @@ def test_a_segment_is_compared_with_itself() -> None:
     check(rescorer, settling, FIRST)
 
 
-def test_h2os_scores_stay_as_attention_gave_them() -> None:
-    rescorer = rescorer_of()
-    before = rescorer.scores.clone()
-    rescorer.rescore([first_of("h2o"), later_of("h2o", [40])])
-    assert torch.equal(rescorer.scores, before)
-
-
 def test_random_draws_for_all_tokens_that_an_eviction_ranks() -> None:
     rescorer = rescorer_of()
     one = later_of("random", [40])

@@ -158,18 +158,6 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
             assert held(trace, layer, head) == case.reference.kept(layer, head)
 
 
-@pytest.mark.e2e
-def test_what_goes_inside_of_a_prompt_is_traced(clean: Engine, text_tokens: list[int]) -> None:
-    prompt, bound = text_tokens[200:700], 192
-    asked = {"kv_budget": 0.2, "kv_prefill_tokens": bound, "kv_trace": True}
-    (output,) = clean.generate([prompt], asked, max_tokens=40)
-    trace = report_of(output)["trace"]
-    assert_sound(trace, report_of(output))
-    inside = [at for at in trace["evicted_at"] if at < len(prompt)]
-    assert inside == list(range(bound, len(prompt), 32))
-    assert len(trace["evicted_at"]) > len(inside)
-
-
 @pytest.fixture
 def rig(model_dir: str) -> Rig:
     return Rig(model_dir, 40, kv_trace=True, kv_min_tokens=16)

@@ -37,13 +37,6 @@ def test_every_preset_stands_for_ranks_anywhere(preset: str) -> None:
     assert preset in policy_names(calibrated=False)
 
 
-def test_auto_knows_the_engine_and_the_prompt() -> None:
-    assert Policy.parse("auto").name == "value+end+key"
-    assert Policy.parse("auto", bounded=True).name == "value+end+key"
-    assert Policy.parse("auto", calibrated=True).name == "predicted+value+end+key"
-    assert Policy.parse("auto", calibrated=True, bounded=True).name == "predicted+key"
-
-
 @pytest.mark.parametrize(
     ("value", "says"),
     [

@@ -116,7 +116,7 @@ class StepPlan:
     still reads. It is not cancelled, as other requests may have found the blocks that it writes.
 
     Several evictions may doom the same block, if their policies collect no attention: each computes the
-    scores that it ranks by, so they take turns (:func:`.worker.waves.waves`). A block that is ranked by
+    scores that it ranks by, so they take turns (:func:`.worker.state.waves`). A block that is ranked by
     collected scores is in one eviction only: its owner has computed it, and publishes it with that eviction
     or never.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.cpu.state import CPUState
-from h2o_vllm.engine.worker.waves import waves
+from h2o_vllm.engine.worker.state import waves
 from h2o_vllm.policy.policy import Policy
 from tests.engine.plan_checks import check_commuting
 from tests.engine.scheduling import Rig

@@ -6,7 +6,6 @@
 ``binding``           law 9: the parts that vLLM bound are ours
 ``state``             a worker's scores, and what it knows of the requests that evict
 ``rows``              the rows of a batch: which evict, which queries are scored, which tokens are new
-``waves``             which evictions of a step may run at once
 ``attention``         which attention serves a batch: vLLM's, or it and ours
 ``rescoring``         gives tokens their scores just before an eviction ranks them first
 ===================== ===========================================================================

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from h2o_vllm.engine.worker.rescoring import Rescorer
-from h2o_vllm.engine.worker.waves import waves
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -119,3 +118,24 @@ class WorkerState(Rescorer):
     @abstractmethod
     def _move_tokens(self, evictions: Sequence[Eviction]) -> None:
         """Compact evictions that have heavy blocks, by the scores as they are; no two rank one block."""
+
+
+def waves(evictions: Iterable[Eviction]) -> list[list[Eviction]]:
+    """Divide a step's evictions into groups. Two evictions of one group never rank or write the same block.
+
+    Evictions that have a block in common keep their order: the earlier one is in an earlier group.
+
+    Each token has one score. If two evictions rank the same block, each computes its own scores, so the
+    first must have moved its tokens before the second computes scores. If a segment settles into a block that
+    another eviction of the step freed, that eviction must have read the block before. Both are rare (see
+    :class:`h2o_vllm.blocks.plan.StepPlan`): there is nearly always one group.
+    """
+    found: list[list[Eviction]] = []
+    turns: dict[int, int] = {}
+    for eviction in evictions:
+        turn = max((turns.get(block, 0) for block in eviction.ranked_blocks), default=0)
+        if turn == len(found):
+            found.append([])
+        found[turn].append(eviction)
+        turns.update(dict.fromkeys(eviction.ranked_blocks, turn + 1))
+    return found

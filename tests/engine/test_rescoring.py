@@ -16,7 +16,7 @@ from h2o_vllm.calibration import features as room
 from h2o_vllm.calibration import regression
 from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.file import Calibration, Part, Traits, attention_of
-from h2o_vllm.engine.worker.rescoring import KVReader, Rescorer
+from h2o_vllm.engine.worker.rescoring import Rescorer
 from h2o_vllm.policy.formulas import draws, first_scores
 from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
@@ -285,8 +285,9 @@ def test_scales_of_8_bit_numbers_are_part_of_the_weights(rotation: Rotation, own
 def test_caches_of_fewer_bits_and_any_strides_are_read(dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(2)
     cache = torch.randn(BLOCKS, BLOCK, HEADS, 2 * SIZE, generator=gen).to(dtype).transpose(1, 2)
-    reader = KVReader([cache, cache], lambda pages: pages.split(SIZE, -1))
-    keys, values = reader.read(slice(2), torch.tensor([5, 2]))
+    planes = torch.zeros(2, 2, BLOCKS, HEADS, BLOCK)
+    rescorer = PlainRescorer(planes=planes, kv_caches=[cache, cache], first_head=0)
+    keys, values = rescorer.read(slice(2), torch.tensor([5, 2]))
     want = torch.stack([cache[5].float(), cache[2].float()])
     for layer in range(2):
         assert torch.equal(torch.cat([keys[layer], values[layer]], -1), want)

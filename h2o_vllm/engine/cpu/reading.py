@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o_vllm.engine.worker.rescoring import KVReader
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.policy.fresh import Tokens
-
-if TYPE_CHECKING:
-    from h2o_vllm.calibration.file import Part
 
 
 class PagedTokens(Tokens):
@@ -45,25 +40,4 @@ class PagedTokens(Tokens):
             values=values,
             distances=distances,
             over_tokens=over_tokens,
-        )
-
-
-class PagedReader(KVReader):
-    """Of the CPU kernels' caches."""
-
-    def tokens(self, layers: slice, blocks: Tensor) -> Tokens:
-        """As the base class."""
-        if not kernels.compiled():
-            return super().tokens(layers, blocks)
-        return PagedTokens(partial(self.read, layers, blocks), self.kv_caches[layers], blocks)
-
-    def sums(self, part: Part, layers: slice, tokens: Tokens) -> Tensor:
-        """As the base class."""
-        if not isinstance(tokens, PagedTokens):
-            return super().sums(part, layers, tokens)
-        weights, constant = part.by_head(self.kv_caches[0].shape[3] // 2, layers)
-        return (
-            kernels.load()
-            .weigh(tokens.kv_caches, tokens.blocks, weights, *part.rotation)
-            .add_(constant)
         )

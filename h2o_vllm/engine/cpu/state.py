@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from h2o_vllm.engine.cpu.drafts import LaterQueries
 from h2o_vllm.engine.cpu.lanes import LaneStore
-from h2o_vllm.engine.cpu.reading import PagedReader
+from h2o_vllm.engine.cpu.reading import PagedTokens
 from h2o_vllm.engine.cpu.rows import SharedRows
 from h2o_vllm.engine.cpu.views import Look, Views
-from h2o_vllm.engine.worker.rescoring import KVReader
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.kernels import cpu as kernels
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.blocks.plan import Eviction, StepPlan
+    from h2o_vllm.calibration.file import Part
     from h2o_vllm.engine.trace import TraceRecorder
+    from h2o_vllm.policy.fresh import Tokens
 
 
 @dataclass(kw_only=True)
@@ -50,7 +52,6 @@ class CPUState(WorkerState):
     # Of a prompt of 6,000 tokens three layers of a small model, which stay in the cache while they are read.
     # One by one, so that the others have no say in a request's rounding.
     read_bytes: int = 32 << 20
-    reader_class: ClassVar[type[KVReader]] = PagedReader
 
     row_request_ids: Callable[[], Sequence[str]]
     evicting: dict[str, int] = field(default_factory=dict)
@@ -218,6 +219,20 @@ class CPUState(WorkerState):
         """As the base class."""
         keys, values = key_value_views(pages)
         return keys.transpose(2, 3), values
+
+    def tokens(self, layers: slice, blocks: torch.Tensor) -> Tokens:
+        """As the base class."""
+        if not kernels.compiled():
+            return super().tokens(layers, blocks)
+        return PagedTokens(partial(self.read, layers, blocks), self.kv_caches[layers], blocks)
+
+    def sums(self, part: Part, layers: slice, tokens: Tokens) -> torch.Tensor:
+        """As the base class."""
+        if not isinstance(tokens, PagedTokens):
+            return super().sums(part, layers, tokens)
+        weights, constant = part.by_head(self.kv_caches[0].shape[3] // 2, layers)
+        given = (tokens.kv_caches, tokens.blocks, weights, *part.rotation)
+        return kernels.load().weigh(*given).add_(constant)
 
     def _empty(self, eviction: Eviction) -> None:
         """As the base class; of the drafter's KV the new blocks get that of the segment's newest blocks."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,43 +44,6 @@ def known_blocks(eviction: Eviction) -> list[int]:
     return [b for b in (*eviction.heavy_blocks, *eviction.doomed_blocks) if b not in fresh]
 
 
-@dataclass(frozen=True)
-class KVReader:
-    """Copies keys and values of some blocks.
-
-    Attributes:
-        kv_caches: L tensors [N, KH, BS, 2 * D], of one shape and dtype.
-        views: makes views of pages, [M, KH, BS, 2 * D]: their keys and values, [M, KH, BS, D] each.
-    """
-
-    kv_caches: Sequence[Tensor]
-    views: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def tokens(self, layers: slice, blocks: Tensor) -> Tokens:
-        """Of M blocks, [M], int64."""
-        return Tokens(functools.partial(self.read, layers, blocks))
-
-    def sums(self, part: Part, layers: slice, tokens: Tokens) -> Tensor:
-        """See :meth:`.Part.sums`; of what :meth:`tokens` gave for these layers."""
-        return part.sums(*tokens.both, layers)
-
-    def read(self, layers: slice, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, [L, M, KH, BS, D] each, float32, of M blocks, [M], int64."""
-        caches = self.kv_caches[layers]
-        first = caches[0]
-        pages = first.new_empty(len(caches), len(blocks), *first.shape[1:])
-        # Torch selects no 8-bit floats.
-        kind = torch.uint8 if first.itemsize == 1 else first.dtype
-        for cache, out in zip(caches, pages, strict=True):
-            torch.index_select(cache.view(kind), 0, blocks, out=out.view(kind))
-        shape = (len(caches), len(blocks))
-        # Each dense for itself: torch is half as fast with gaps.
-        keys, values = (
-            half.float().unflatten(0, shape) for half in self.views(pages.flatten(0, 1))
-        )
-        return keys, values
-
-
 @dataclass(kw_only=True)
 class Rescorer(ABC):
     """The scores of a worker, and what it needs to make them.
@@ -92,7 +55,6 @@ class Rescorer(ABC):
             a copy of the score from before the step of the first late query. Valid until the token is first
             ranked.
         kv_caches: KV of each evictable layer, ``[N, KH, BS, 2 * D]``.
-        reader: of the same layers.
         first_head: number of the first head of the first of these layers, see :func:`.head_number`.
         calibration: this worker's part of the model's, on the device, if there is one.
         add_ranks: adds up a tensor of each rank of tensor parallelism, in place.
@@ -100,13 +62,10 @@ class Rescorer(ABC):
         together: so many later evictions of a step are rescored at once, at most.
     """
 
-    reader_class: ClassVar[type[KVReader]] = KVReader
-
     planes: Tensor
     scores: Tensor = field(init=False)
     early: Tensor = field(init=False)
     kv_caches: Sequence[Tensor]
-    reader: KVReader = field(init=False)
     first_head: int
     calibration: Part | None = None
     add_ranks: Callable[[Tensor], None] | None = None
@@ -117,7 +76,6 @@ class Rescorer(ABC):
 
     def __post_init__(self) -> None:
         self.scores, self.early = self.planes
-        self.reader = self.reader_class(self.kv_caches, self.key_value_views_of)
 
     @abstractmethod
     def to_device(self, data: NDArray[Any] | Tensor) -> Tensor:
@@ -132,6 +90,31 @@ class Rescorer(ABC):
     def order(scores: Tensor) -> Tensor:
         """See :func:`.formulas.order`."""
         return order(scores)
+
+    def tokens(self, layers: slice, blocks: Tensor) -> Tokens:
+        """Of M blocks, [M], int64."""
+        return Tokens(functools.partial(self.read, layers, blocks))
+
+    def sums(self, part: Part, layers: slice, tokens: Tokens) -> Tensor:
+        """See :meth:`.Part.sums`; of what :meth:`tokens` gave for these layers."""
+        return part.sums(*tokens.both, layers)
+
+    def read(self, layers: slice, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, [L, M, KH, BS, D] each, float32, of M blocks, [M], int64."""
+        caches = self.kv_caches[layers]
+        first = caches[0]
+        pages = first.new_empty(len(caches), len(blocks), *first.shape[1:])
+        # Torch selects no 8-bit floats.
+        kind = torch.uint8 if first.itemsize == 1 else first.dtype
+        for cache, out in zip(caches, pages, strict=True):
+            torch.index_select(cache.view(kind), 0, blocks, out=out.view(kind))
+        shape = (len(caches), len(blocks))
+        # Each dense for itself: torch is half as fast with gaps.
+        keys, values = (
+            half.float().unflatten(0, shape)
+            for half in self.key_value_views_of(pages.flatten(0, 1))
+        )
+        return keys, values
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are fine. A request that is replayed takes its centre anew."""
@@ -216,13 +199,13 @@ class Rescorer(ABC):
         parts = blocks.split(max(1, self.read_bytes // self._block_bytes))
 
         def read() -> Iterator[Tokens]:
-            return (self.reader.tokens(layers, some) for some in parts)
+            return (self.tokens(layers, some) for some in parts)
 
         return read if len(parts) > 1 else functools.cache(lambda: list(read()))
 
     def _centre(self, policy: Policy, layers: slice, first: _Read, count: int) -> Centre:
         """What ``count`` tokens and later ones are compared with in some layers, but for the distance."""
-        _, heads, _, width = self.reader.kv_caches[0].shape
+        _, heads, _, width = self.kv_caches[0].shape
         num_layers = layers.stop - layers.start
         centre = Centre.begin(num_layers, heads, width // 2, self.scores.device)
         for some in first():
@@ -253,7 +236,7 @@ class Rescorer(ABC):
         """The attention that tokens are expected to get, [l, m, KH, BS], by the calibration."""
         part = self.calibration
         assert part is not None
-        sums = self.reader.sums(part, layers, tokens)
+        sums = self.sums(part, layers, tokens)
         if part.of_all_heads:
             assert self.add_ranks is not None
             self.add_ranks(sums)
@@ -262,7 +245,7 @@ class Rescorer(ABC):
     @property
     def _block_bytes(self) -> int:
         """Of one block in one layer, as float32."""
-        return 4 * self.reader.kv_caches[0][0].numel()
+        return 4 * self.kv_caches[0][0].numel()
 
     def _some_layers(self, layers: slice, size: int) -> Iterator[slice]:
         """Layers, as many at once as ``size`` bytes of each may be read; at least one."""

@@ -58,7 +58,5 @@ def check_mix(
     prompts, fields = zip(*crowd[:half], *asked, *crowd[half:], strict=True)
     outputs = engine.generate(prompts, list(fields), **params)[half : half + len(asked)]
     check_alike([one for _, one in asked], alone, outputs)
-    blocks = engine.scheduler.blocks
-    blocks.check_integrity(idle=True)
-    assert blocks.block_pool.get_num_free_blocks() == blocks.block_pool.num_gpu_blocks - 1
+    engine.scheduler.blocks.check_integrity(idle=True)
     return outputs

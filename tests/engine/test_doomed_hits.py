@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from h2o_vllm.blocks.plan import Eviction
-from h2o_vllm.engine.worker.waves import waves
+from h2o_vllm.engine.worker.state import waves
 from tests.engine.scheduling import Rig
 
 BLOCK = 16
@@ -20,54 +18,11 @@ BY_KEY = {"kv_budget": 0.2, "kv_policy": "key"}
 READABLE = (200 - 40) // BLOCK * BLOCK
 """Of the prompt, at a budget of 0.2."""
 
-ASKED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "delay": {"kv_delay": 20},
-    "protected": {"kv_protect": 40},
-    "prompt protected": {"kv_protect": "prompt"},
-    "protected, all recent": {"kv_protect": 10, "kv_recent": 1.0},
-    "all recent": {"kv_recent": 1.0},
-    "none recent": {"kv_recent": 0.0},
-    "bounded": {"kv_prefill_tokens": 64},
-    "later": {"kv_evict_from": 230},
-}
-
 
 def rig_of(model_dir: str, num_blocks: int = 100, **options: Any) -> Rig:
     return Rig(
         model_dir, num_blocks, **{"max_num_batched_tokens": 512, "kv_min_tokens": 16} | options
     )
-
-
-def decided(rig: Rig, name: str) -> list[tuple[int, tuple[int, ...]]]:
-    return [(one.seen, one.holes) for one in rig.evictions if one.request_id == name]
-
-
-def of_prompt(tokens: int, prompt: int) -> int:
-    """What vLLM's cache gives of them: whole blocks, and a token is left to compute."""
-    return min(tokens, (prompt - 1) // BLOCK * BLOCK)
-
-
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED.keys())
-def test_law07_the_next_request_and_the_next_turn_read_what_the_first_one_freed(
-    model_dir: str, asked: dict[str, Any]
-) -> None:
-    """Of an answer only what came before the first eviction; nothing else fills the cache."""
-    rig = rig_of(model_dir)
-    rig.add("first", PROMPT, BY_KEY | asked, max_tokens=60)
-    rig.run()
-    _, holes = decided(rig, "first")[0]
-    freed = (max(holes) + 1) * BLOCK
-    rig.add("again", PROMPT, BY_KEY | asked, max_tokens=60)
-    rig.run()
-    assert rig.report("again")["tokens_cached"] == of_prompt(freed, len(PROMPT))
-    turn = PROMPT + rig.tokens["first"] + list(range(2000, 2020))
-    rig.add("turn", turn, BY_KEY | asked, max_tokens=60)
-    rig.add("full", turn, max_tokens=1)
-    rig.run()
-    # Longer, it could read more; but nobody has published more.
-    assert rig.report("turn")["tokens_cached"] == freed
-    assert decided(rig, "again") == decided(rig, "first")
 
 
 def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> None:

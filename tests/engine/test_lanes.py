@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2o_vllm.kernels.cpu.batch import key_value_views
 from tests.calibration.made import make_calibration
-from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, NUM_BLOCKS, Engine, started
+from tests.engine.conftest import BLOCK_SIZE, ENGINE, FLOOR, Engine, started
 from tests.engine.outputs import kept_of, report_of, tokens_of
 from tests.engine.test_policies import assert_kept_as_by, model_of
 from tests.reference.policies import load
@@ -206,7 +206,6 @@ def test_law05_tokens_depend_neither_on_the_batch_nor_on_whose_kernel_serves_oth
             assert kept_of(output) == kept_of(reference), one
             assert report_of(output)["tokens_evicted"] > 0
         engine.scheduler.blocks.check_integrity(idle=True)
-        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
         # Who has ended is told with the next step.
         engine.generate(crowd[:1], None, max_tokens=2)
         assert len(engine.worker._state.lanes) == 0

@@ -114,12 +114,6 @@ def test_readers_that_would_see_other_tokens_are_refused(odd: Any) -> None:
         kv_owners({"a": reader(None), "b": reader(None), "c": odd}, ["a", "b", "c"])
 
 
-def test_soft_caps_and_sinks_are_scored() -> None:
-    impl = plain_impl()
-    impl.logits_soft_cap, impl.sinks = 30.0, torch.ones(1)
-    impl.bind(scores_of_one_layer(), 0)
-
-
 def plain_impl() -> Any:
     """Attention without anything special."""
     impl: Any = object.__new__(H2OAttentionImpl)

@@ -17,7 +17,7 @@ import torch
 from h2o_vllm.blocks.plan import Eviction
 from loadtest.common.tiny_model import VOCABULARY
 from loadtest.reliability.exact_linear import exact_linear_layers
-from tests.engine.conftest import ENGINE, FLOOR, NUM_BLOCKS, Engine, started
+from tests.engine.conftest import ENGINE, FLOOR, Engine, started
 from tests.engine.drafter_models import DRAFTERS, DRAFTS, make_drafter
 from tests.engine.outputs import report_of, tokens_of
 from tests.engine.test_elastic_tokens import left
@@ -168,9 +168,7 @@ def test_law01_and_law05_tokens_do_not_depend_on_batch_or_drafts(drafting: Engin
         assert tokens_of(output) == tokens_of(reference), one
         assert without_drafts(output) == without_drafts(reference), one
         assert report_of(output)["tokens_drafted"] > 0
-    blocks = drafting.scheduler.blocks
-    blocks.check_integrity(idle=True)
-    assert blocks.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    drafting.scheduler.blocks.check_integrity(idle=True)
 
 
 def test_law12_at_the_models_end_nothing_is_drafted_and_nothing_changes(drafting: Engine) -> None:

@@ -77,13 +77,6 @@ def test_law07_others_do_not_find_what_was_computed_behind_a_settling(
             assert read == 384
 
 
-def test_law07_the_share_that_stays_is_part_of_a_lineage(model_dir: str) -> None:
-    rig = made(model_dir)
-    for number, share in enumerate((0.5, 0.25, 0.5, 0.25)):
-        read = ask(rig, f"turn-{number}", PROMPT, WIDER | {"kv_budget": share})["tokens_cached"]
-        assert read == (0, 304, 384, 384)[number]
-
-
 def test_law05_a_hit_ends_anywhere_but_where_a_segment_settles(model_dir: str) -> None:
     rig = made(model_dir, 2000)
     ask(rig, "first", PROMPT, ASKED)

@@ -4,37 +4,18 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from tests.engine.traffic_chats import Chats
-
-
-def run(examples: int, steps: int, *, derandomize: bool = True, phases: Any = Phase) -> None:
-    run_state_machine_as_test(
-        Chats,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=derandomize,
-            phases=list(phases),
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+from tests.engine.traffic_fields import run_machine
 
 
 def test_chats_in_any_order_keep_the_laws(
     model_dir: str, long: bool, pytestconfig: pytest.Config
 ) -> None:
     Chats.model_dir = model_dir
-    unwanted = {Phase.shrink} if pytestconfig.getoption("--no-shrink") else set()
-    phases = [phase for phase in Phase if phase not in unwanted]
-    run(3000 if long else 25, 60 if long else 30, derandomize=not long, phases=phases)
+    run_machine(Chats, 3000 if long else 25, pytestconfig, derandomize=not long)
     print(
         f"{Chats.turns} turns, {Chats.settled} segments settled, {Chats.found} found, "
         f"{Chats.resumed} resumed behind one, {Chats.shared} times two held one, {Chats.held} steps with "

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import Phase, seed
 
 from h2o_vllm.blocks.counts.eviction_state import EvictionState
 from h2o_vllm.blocks.manager.block_manager import H2OBlockManager
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from tests.engine.traffic import Traffic
+from tests.engine.traffic_fields import run_machine
 
 OFTEN = {
     "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20,
@@ -45,21 +45,10 @@ def test_any_order_of_events_keeps_the_laws(
     model_dir: str, long: bool, pytestconfig: pytest.Config
 ) -> None:
     Traffic.model_dir = model_dir
-    unwanted = {Phase.shrink} if pytestconfig.getoption("--no-shrink") else set()
     for start in range(1 if long else MOST_SEARCHES):
         if not long:
             seed(start)(Traffic)
-        run_state_machine_as_test(
-            Traffic,
-            settings=settings(
-                max_examples=3000 if long else 30,
-                stateful_step_count=60 if long else 30,
-                deadline=None,
-                database=None,
-                phases=[phase for phase in Phase if phase not in unwanted],
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        run_machine(Traffic, 3000 if long else 30, pytestconfig, database=None)
         if not rare():
             break
     print(
@@ -140,16 +129,5 @@ def test_planted_bugs_are_found(
     plant(monkeypatch)
     Traffic.model_dir = model_dir
     with pytest.raises((AssertionError, LookupError)):
-        run_state_machine_as_test(
-            Traffic,
-            settings=settings(
-                max_examples=600,
-                stateful_step_count=30,
-                deadline=None,
-                derandomize=True,
-                # Found is enough: no shrinking.
-                phases=[Phase.generate],
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        # Found is enough: no shrinking.
+        run_machine(Traffic, 600, derandomize=True, phases=[Phase.generate])

@@ -40,10 +40,9 @@ class Traffic(RuleBasedStateMachine):
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``exact``: the same of exact ones that run; ``parted``: steps in which
-    late queries begin; ``both``: preempted in the
-    step that had already evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a
-    script for it."""
+    which it had evicted; ``exact``: the same of exact ones that run; ``parted``: steps in which late queries
+    begin; ``both``: preempted in the step that had already evicted from it, which chance hardly brings about:
+    ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -198,11 +197,6 @@ class Traffic(RuleBasedStateMachine):
         self.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
         after = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
         Traffic.preemptions += sum(after) - sum(before)
-
-    @rule(target=live)
-    def forget_nothing(self) -> Any:
-        """No new id: keeps the bundle usable when everybody was aborted."""
-        return multiple()
 
     @invariant()
     def books_balance(self) -> None:

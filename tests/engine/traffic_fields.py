@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from h2o_vllm.config.settings import ADMISSIONS
 from tests.engine.scheduling import CHUNKS, STATES, WINDOW
@@ -72,3 +75,25 @@ elastic = st.fixed_dictionaries(
     },
     optional={"kv_protect": protects},
 )
+
+
+def run_machine(
+    machine: type[RuleBasedStateMachine],
+    examples: int,
+    config: pytest.Config | None = None,
+    **options: Any,
+) -> None:
+    """Run a state machine: with thousands of examples, longer ones; ``config`` may say not to shrink."""
+    unwanted = {Phase.shrink} if config and config.getoption("--no-shrink") else set()
+    options = {"phases": [phase for phase in Phase if phase not in unwanted]} | options
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=60 if examples > 1000 else 30,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            **options,
+        ),
+    )

@@ -32,7 +32,6 @@ from h2o_vllm.config.request_budget import RequestBudget
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
 
@@ -117,17 +116,12 @@ class H2OBlockManager(EvictingManager):
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """See :func:`h2o_vllm.blocks.manager.pool_check.check_pool`."""
-        managers: tuple[SingleTypeKVCacheManager, ...] = (self, *self.other_groups)
-        tables = [table for manager in managers for table in manager.req_to_blocks.items()]
-        tables += self.settled.held()
+        tables = [*self.req_to_blocks.items(), *self.settled.held()]
+        for manager in self.other_groups:
+            tables += manager.req_to_blocks.items()
         check_pool(self.block_pool, tables, idle=idle)
 
-    def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
-    ) -> None:
+    def remove_skipped_blocks(self, request_id: str, *_: Any, **__: Any) -> None:
         """Free what the request's budget no longer covers, or settle the segment that is due.
 
         The decision depends on ``num_computed_tokens``, not on the processed count that vLLM passes, so the
@@ -135,7 +129,6 @@ class H2OBlockManager(EvictingManager):
         workers run steps in order, and compact before the forward pass. A request that waits, also after a
         preemption, has computed nothing, so nothing is due.
         """
-        del processed_computed_tokens, num_prompt_tokens
         state = self.states.get(request_id)
         if isinstance(state, SettlingState):
             self._settle(request_id, state)

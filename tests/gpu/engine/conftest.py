@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.calibration.made import make_calibration
-from tests.engine.conftest import Engine
-from tests.published import PUBLISHED
+from tests.engine.conftest import Engine, started
 
 REHEARSED = "--rehearse" in sys.argv
 """A null CUDA, whose kernels compute nothing: numbers mean nothing, and prompts must not be chunked (not
@@ -112,24 +111,13 @@ def any_model(request: pytest.FixtureRequest, random_llama: str) -> str:
 @pytest.fixture(scope="package")
 def engine(random_llama: str) -> Iterator[Engine]:
     """vLLM's defaults, in this process, so that blocks can be looked at while requests run."""
+    options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
+    model = Path(random_llama)
+    calibration = str(make_calibration(model, model / "calibration.h2o"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        from vllm import LLM, envs
-
-        from h2o_vllm.plugin import engine_args
-
-        options = {**ENGINE, **MODES["default"], "skip_tokenizer_init": True}
         if REHEARSED:
             # A kernel computes the norms by which a calibration knows its model.
             patch.setattr("h2o_vllm.calibration.file.Calibration.check", lambda *_: None)
-        model = Path(random_llama)
-        ours = engine_args(
-            kv_min_tokens=FLOOR,
-            kv_calibration=str(make_calibration(model, model / "calibration.h2o")),
-            **PUBLISHED,
-        )
-        llm = LLM(random_llama, **options, **ours)
-        # A started engine freezes vLLM's view of the environment, for the tests beside it as well.
-        envs.disable_envs_cache()
-        yield Engine(llm)
-        llm.llm_engine.engine_core.shutdown()
+        ours = {"kv_min_tokens": FLOOR, "kv_calibration": calibration}
+        with started(random_llama, options, **ours) as engine:
+            yield engine

@@ -3,25 +3,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 pytest.importorskip("triton")
 from triton import knobs
 
 from h2o_vllm.calibrate import __main__ as command
 from h2o_vllm.calibrate.run import LENGTH
-from h2o_vllm.calibrate.texts import pieces
-from h2o_vllm.calibration.features import Rotation, features
 from h2o_vllm.calibration.file import Calibration
 from h2o_vllm.calibration.regression import Sums
+from tests.engine.test_calibrate import weights_of
 from tests.gpu.engine.conftest import REHEARSED
-from tests.reference.repeating import most_attended, repetition
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e, pytest.mark.slow]
 
@@ -44,12 +39,5 @@ def test_the_weights_are_those_of_an_independent_model(
     assert found.about["tokens"] == 2 * (LENGTH - 1)
     if REHEARSED:
         return
-    tokenizer = AutoTokenizer.from_pretrained(random_llama)
-    encode = partial(tokenizer.encode, add_special_tokens=False, verbose=False)
-    learned: dict[int, Sums] = defaultdict(Sums)
-    for text in pieces([source.read_text()], encode, LENGTH, 2):
-        again = repetition(tokenizer, text)
-        for layer, (keys, values, most) in enumerate(most_attended(random_llama, text, again)):
-            learned[layer].add(features(keys, values, Rotation(keys.shape[2]))[:, 1:], most[:, 1:])
-    expected = torch.stack([sums.solve() for _, sums in sorted(learned.items())])
+    expected = weights_of(random_llama, source.read_text())
     torch.testing.assert_close(found.weights, expected, rtol=1e-2, atol=1e-2)

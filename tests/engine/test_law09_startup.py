@@ -9,13 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
-from h2o_vllm.engine.support.check import check_supported, check_vllm_version, config_of
+from h2o_vllm.engine.support.check import (
+    DEVICES,
+    check_supported,
+    check_vllm_version,
+    config_of,
+)
 from h2o_vllm.engine.support.everywhere import SCHEDULER_CLS, is_our_scheduler
 from h2o_vllm.engine.worker.binding import (
     check_evictable,
@@ -26,7 +35,7 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.plugin import engine_args
 from tests.engine.scheduling import HEADS, STATES, WINDOW, Rig
 
-SPEC = H2OAttentionSpec(block_size=16, **HEADS)
+SPEC, PLAIN = (kind(block_size=16, **HEADS) for kind in (H2OAttentionSpec, FullAttentionSpec))
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +73,21 @@ def test_stages_with_layers_of_several_kinds_are_refused(model_dir: str) -> None
         Rig(model_dir, 40, stages=2, beside=(WINDOW,))
 
 
-def test_a_scheduler_without_our_block_manager_does_not_start(rig: Rig) -> None:
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="FullAttentionManager"):
-        H2OScheduler(
-            vllm_config=rig.config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=20,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            ),
-            structured_output_manager=rig.scheduler.structured_output_manager,
-            block_size=16,
-        )
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ((PLAIN,), "FullAttentionManager"),
+        ((WINDOW, SPEC), "a SlidingWindowManager, which would publish KV"),
+    ],
+)
+def test_a_scheduler_with_a_block_manager_that_is_not_ours_does_not_start(
+    rig: Rig, specs: tuple[KVCacheSpec, ...], reason: str
+) -> None:
+    groups = [KVCacheGroupSpec([str(i)], one) for i, one in enumerate(specs)]
+    config = KVCacheConfig(num_blocks=20, kv_cache_tensors=[], kv_cache_groups=groups)
+    structured = rig.scheduler.structured_output_manager
+    with pytest.raises(ConfigError, match=reason):
+        H2OScheduler(rig.config, config, structured, block_size=16)
 
 
 @pytest.mark.parametrize("installed", [(0, 31, 2), (0, 34, 0), (1, 0, 0)], ids=str)
@@ -103,12 +114,9 @@ def test_cuda_accepts_one_version_more_than_cpu(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sliding_windows_are_left_alone() -> None:
-    plain = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    assert type(evictable_spec(plain)) is H2OAttentionSpec
-    assert evictable_spec(plain).page_size_bytes == plain.page_size_bytes
-    window = FullAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
-    )
+    assert type(evictable_spec(PLAIN)) is H2OAttentionSpec
+    assert evictable_spec(PLAIN).page_size_bytes == PLAIN.page_size_bytes
+    window = FullAttentionSpec(block_size=16, sliding_window=64, **HEADS)
     assert evictable_spec(window) is window
 
 
@@ -140,28 +148,13 @@ def test_windows_that_no_sequence_leaves_are_full_attention(
     assert (cache.sliding_window is None) == (window == 4096)
 
 
-def test_a_group_that_would_publish_what_depends_on_evictions_is_refused(rig: Rig) -> None:
-    groups = [KVCacheGroupSpec([str(i)], one) for i, one in enumerate((WINDOW, SPEC))]
-    with pytest.raises(ConfigError, match="a SlidingWindowManager, which would publish KV"):
-        H2OScheduler(
-            vllm_config=rig.config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=20, kv_cache_tensors=[], kv_cache_groups=groups
-            ),
-            structured_output_manager=rig.scheduler.structured_output_manager,
-            block_size=16,
-        )
-
-
 @pytest.mark.parametrize("kind", [FullAttentionSpec, H2OAttentionSpec])
 @pytest.mark.parametrize("other", ["sliding_window", "attention_chunk_size"])
 def test_sliding_windows_in_the_blocks_of_full_attention_are_refused(
     kind: type[FullAttentionSpec], other: str
 ) -> None:
     """What --disable-hybrid-kv-cache-manager makes of both: one spec, of the first layer's class."""
-    windowed: Any = {other: 64}
-    merged = kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **windowed)
-    group = SimpleNamespace(kv_cache_spec=merged)
+    group = SimpleNamespace(kv_cache_spec=kind(block_size=16, **HEADS | {other: 64}))
     with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
         evictable_group([(object.__new__(H2OMetadataBuilder), group)], H2OMetadataBuilder)
 
@@ -178,12 +171,7 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
 
 @pytest.mark.parametrize(
     ("device", "ranks", "reason"),
-    [
-        ("cpu", 1, ""),
-        ("cpu", 2, "tensor parallelism"),
-        ("cuda", 1, ""),
-        ("cuda", 2, "tensor parallelism"),
-    ],
+    [(device, *case) for device in DEVICES for case in ((1, ""), (2, "tensor parallelism"))],
 )
 def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reason: str) -> None:
     """To its scheduler and its server, and at start-up if sharing is its default."""

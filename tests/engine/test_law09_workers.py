@@ -59,18 +59,15 @@ def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:
     assert builder.isa == "vec" and told == [["l"]]
 
 
-def test_a_layer_with_somebody_elses_attention_does_not_start() -> None:
-    layer = SimpleNamespace(impl=object(), kv_cache=torch.zeros(4, 1, 16, 16))
+@pytest.mark.parametrize(
+    ("impl", "blocks", "reason"), [(object, 4, "layer"), (H2OAttentionImpl, 8, "block-size")]
+)
+def test_a_layer_with_somebody_elses_attention_or_split_blocks_does_not_start(
+    impl: type, blocks: int, reason: str
+) -> None:
+    layer = SimpleNamespace(impl=object.__new__(impl), kv_cache=torch.zeros(blocks, 1, 16, 16))
     context = SimpleNamespace(static_forward_context={"layer": layer})
-    with pytest.raises(ConfigError, match="layer"):
-        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
-
-
-def test_blocks_split_by_vllm_are_refused() -> None:
-    impl = object.__new__(H2OAttentionImpl)
-    layer = SimpleNamespace(impl=impl, kv_cache=torch.zeros(8, 1, 16, 16))
-    context = SimpleNamespace(static_forward_context={"layer": layer})
-    with pytest.raises(ConfigError, match="block-size"):
+    with pytest.raises(ConfigError, match=reason):
         bare_worker(compilation_config=context)._evictable_layer("layer", 4)
 
 

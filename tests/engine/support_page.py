@@ -17,8 +17,9 @@ _WHERE = {"all": "all", "cpu": "CPU", "cuda": "GPU"}
 def table() -> str:
     """All rows as a Markdown table, in the order of the checks; those with one reason share a line."""
     reasons = dict[tuple[str, str], list[str]]()
-    for row in REFUSALS:
-        reasons.setdefault((_WHERE[row.where], row.reason), []).append(row.option)
+    for where, rows in REFUSALS.items():
+        for row in rows:
+            reasons.setdefault((_WHERE[where], row.reason), []).append(row.option)
     lines = [
         f"| {where} | {'; '.join(options)} | {reason} |"
         for (where, reason), options in reasons.items()

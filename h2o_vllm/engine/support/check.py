@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DEVICES = ("cpu", "cuda")
-REFUSALS = (*everywhere.ROWS, *devices.ON_CPU, *drafts.ON_CPU, *devices.ON_CUDA)
-"""All rows; the start, the table in SUPPORT.md and one test loop over them."""
+REFUSALS = {
+    "all": everywhere.ROWS,
+    "cpu": (*devices.ON_CPU, *drafts.ON_CPU),
+    "cuda": devices.ON_CUDA,
+}
+"""All rows by the device that refuses; the start, the table in SUPPORT.md and one test loop over them."""
 
 VERSIONS = {"cpu": ((0, 32), (0, 33)), "cuda": ((0, 32), (0, 34))}
 """By device: the first supported version of vLLM (major, minor), and the first unsupported one above."""
@@ -38,8 +42,8 @@ def check_supported(config: VllmConfig) -> None:
             f"h2o_vllm serves on {', '.join(DEVICES)}; vLLM chose the device {device!r}"
         )
     check_vllm_version(device)
-    for row in REFUSALS:
-        if row.where in ("all", device) and row.refused(config):
+    for row in (*REFUSALS["all"], *REFUSALS[device]):
+        if row.refused(config):
             raise ConfigError(f"h2o_vllm cannot work with {row.message(config)}")
     # The defaults, before weights are loaded.
     config_of(config)

@@ -71,7 +71,6 @@ def _batch_invariant(_: VllmConfig) -> bool:
 
 ON_CPU = (
     Refusal(
-        "cpu",
         "VLLM_USE_V2_MODEL_RUNNER=1",
         "our worker on CPUs is built on model runner V1",
         lambda config: config.use_v2_model_runner,
@@ -79,7 +78,6 @@ ON_CPU = (
         "Unset it",
     ),
     Refusal(
-        "cpu",
         "--kv-cache-dtype of 8 or 4 bits",
         "our kernels on CPUs read KV of 16 and 32 bits",
         lambda config: _kv_dtype(config) not in KV_DTYPES["cpu"],
@@ -88,7 +86,6 @@ ON_CPU = (
         value=lambda config: f"({_kv_dtype(config)})",
     ),
     Refusal(
-        "cpu",
         "drafters with KV of their own for images with M-RoPE",
         "not tested with evictions",
         lambda config: drafter_has_kv(config) and rotates_images(config),
@@ -96,7 +93,6 @@ ON_CPU = (
         f"Without KV are: {', '.join(WITHOUT_KV)}",
     ),
     Refusal(
-        "cpu",
         "--enforce-eager with LFM2",
         # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
         "vLLM 0.32 then rotates its keys wrongly, also without budgets",
@@ -108,7 +104,6 @@ ON_CPU = (
         _NO_OPTION,
     ),
     Refusal(
-        "cpu",
         "prefix caching for Mamba2 layers",
         # ``mamba_chunk_scan_combined_varlen`` (0.32) on CPU returns no states within a prompt.
         "it ends vLLM 0.32's engine at the first long prompt, also without budgets",
@@ -122,7 +117,6 @@ ON_CPU = (
         "Add --no-enable-prefix-caching",
     ),
     Refusal(
-        "cpu",
         "gated delta networks in another type than bfloat16",
         # ``cpu_gdn_attention_core`` (0.32).
         "vLLM 0.32 has no kernel for it",
@@ -140,7 +134,6 @@ ON_CPU = (
 
 ON_CUDA = (
     Refusal(
-        "cuda",
         "speculative decoding",
         "our kernels on GPUs score every query, also those of rejected drafts",
         lambda config: config.speculative_config is not None,
@@ -149,7 +142,6 @@ ON_CUDA = (
         value=lambda config: f"({config.speculative_config.method})",
     ),
     Refusal(
-        "cuda",
         "--kv-cache-dtype of 8 or 4 bits other than fp8 (e4m3)",
         "scales per token would have to move with their tokens",
         lambda config: _kv_dtype(config) not in KV_DTYPES["cuda"],
@@ -158,7 +150,6 @@ ON_CUDA = (
         value=lambda config: f"({_kv_dtype(config)})",
     ),
     Refusal(
-        "cuda",
         "--kv-full-kernel h2o",
         "vLLM's kernels serve all requests that are not scored there",
         lambda config: own_option(config, "kv_full_kernel") == "h2o",
@@ -166,7 +157,6 @@ ON_CUDA = (
         _NO_OPTION,
     ),
     Refusal(
-        "cuda",
         "--kv-exact and --kv-exact-drafts",
         NO_EXACT_ON_GPUS,
         asks_for_exact,
@@ -174,7 +164,6 @@ ON_CUDA = (
         "On CPUs they are served",
     ),
     Refusal(
-        "cuda",
         "model runner V1",
         "our adaptors for GPUs are built on V2",
         lambda config: not config.use_v2_model_runner,
@@ -182,7 +171,6 @@ ON_CUDA = (
         "Unset VLLM_USE_V2_MODEL_RUNNER. If it is unset, vLLM chose V1 for this model or option",
     ),
     Refusal(
-        "cuda",
         "--attention-backend",
         "only our backend scores tokens",
         lambda config: getattr(config.attention_config.backend, "name", None) != "CUSTOM",
@@ -191,7 +179,6 @@ ON_CUDA = (
         value=lambda config: getattr(config.attention_config.backend, "name", None),
     ),
     Refusal(
-        "cuda",
         "attention_config.backend_per_kind",
         "only our backend scores tokens",
         lambda config: bool(config.attention_config.backend_per_kind),
@@ -199,7 +186,6 @@ ON_CUDA = (
         _NO_OPTION,
     ),
     Refusal(
-        "cuda",
         "other head sizes than 64, 80, 96, 128, 256",
         "the kernels are tested with these",
         _other_head_size,
@@ -208,7 +194,6 @@ ON_CUDA = (
         value=lambda config: f"({_head_size(config)})",
     ),
     Refusal(
-        "cuda",
         "--enable-dbo",
         "parts of a batch attend at once, and our decode kernel has one workspace",
         lambda config: config.parallel_config.use_ubatching,
@@ -216,7 +201,6 @@ ON_CUDA = (
         _NO_OPTION,
     ),
     Refusal(
-        "cuda",
         "VLLM_BATCH_INVARIANT=1",
         "how our decode kernel splits a row depends on the batch",
         _batch_invariant,
@@ -224,7 +208,6 @@ ON_CUDA = (
         "Unset it",
     ),
     Refusal(
-        "cuda",
         "bidirectional attention over images (prefix LM)",
         "prompts are scored as causal",
         lambda config: config.model_config.is_mm_prefix_lm,
@@ -232,7 +215,6 @@ ON_CUDA = (
         STOCK,
     ),
     Refusal(
-        "cuda",
         "reference sliding-window attention (R-SWA)",
         "it frees blocks by a rule of its own",
         lambda config: config.model_config.rswa_window is not None,

@@ -80,7 +80,6 @@ def _drafting(
     **named: Any,
 ) -> Refusal:
     return Refusal(
-        "cpu",
         option,
         reason,
         lambda config: config.speculative_config is not None and refused(config),
@@ -94,7 +93,6 @@ def _exact(
     option: str, reason: str, refused: Callable[[VllmConfig], bool], path: str, to: Any
 ) -> Refusal:
     return Refusal(
-        "cpu",
         f"--kv-exact and --kv-exact-drafts {option}",
         reason,
         lambda config: asks_for_exact(config) and refused(config),

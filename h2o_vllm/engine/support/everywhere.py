@@ -80,7 +80,6 @@ def _where_kv_is_shared(
 ) -> Refusal:
     shares = SimpleNamespace(num_kv_shared_layers=2)
     return Refusal(
-        "all",
         f"{what} where layers share KV",
         "not tested with evictions",
         lambda config: _shares_kv(config) and asked(config),
@@ -90,7 +89,6 @@ def _where_kv_is_shared(
 
 ROWS = (
     Refusal(
-        "all",
         f"additional_config without the key {CONFIG_KEY!r}",
         "the engine would have no budgets",
         lambda config: CONFIG_KEY not in (config.additional_config or {}),
@@ -98,14 +96,12 @@ ROWS = (
         "Build the arguments with h2o_vllm.engine_args()",
     ),
     Refusal(
-        "all",
         "kv_protect 'system' or 'task' without h2o-serve",
         "only a server knows the roles of a chat",
         _roles_without_a_server,
         {"additional_config": {CONFIG_KEY: {"kv_protect": "system"}}},
     ),
     Refusal(
-        "all",
         "--scheduler-cls",
         "our scheduler decides on evictions",
         lambda config: not is_our_scheduler(config.scheduler_config.get_scheduler_cls()),
@@ -114,7 +110,6 @@ ROWS = (
         value=lambda config: config.scheduler_config.get_scheduler_cls(),
     ),
     Refusal(
-        "all",
         "--worker-cls",
         "our worker compacts tokens",
         lambda config: not str(config.parallel_config.worker_cls).startswith("h2o_vllm."),
@@ -123,7 +118,6 @@ ROWS = (
         value=lambda config: config.parallel_config.worker_cls,
     ),
     Refusal(
-        "all",
         "--kv-transfer-config and --kv-offloading-size",
         "a connector moves KV by position, and evictions change what a block holds",
         lambda config: config.kv_transfer_config is not None,
@@ -131,7 +125,6 @@ ROWS = (
         "Leave the options out, or serve with: vllm serve",
     ),
     Refusal(
-        "all",
         "models without attention",
         "nothing to evict: states never grow",
         lambda config: config.model_config.is_attention_free,
@@ -139,7 +132,6 @@ ROWS = (
         STOCK,
     ),
     Refusal(
-        "all",
         "multi-head latent attention (MLA)",
         "heads share one latent vector per token, so none keeps its own set",
         lambda config: config.model_config.use_mla,
@@ -148,7 +140,6 @@ ROWS = (
     ),
     *(
         Refusal(
-            "all",
             kind,
             reason,
             partial(is_one_of, names=names),
@@ -158,7 +149,6 @@ ROWS = (
         for kind, reason, names in NAMED
     ),
     Refusal(
-        "all",
         "encoder-decoder models",
         "cross attention is not scored",
         lambda config: config.model_config.is_encoder_decoder,
@@ -166,7 +156,6 @@ ROWS = (
         STOCK,
     ),
     Refusal(
-        "all",
         "pooling models",
         "they generate nothing to evict for",
         lambda config: config.model_config.runner_type == "pooling",
@@ -174,7 +163,6 @@ ROWS = (
         STOCK,
     ),
     Refusal(
-        "all",
         "--kv-sharing-fast-prefill",
         "layers that read the KV of others skip the prompt, whose attention would be missing",
         lambda config: config.cache_config.kv_sharing_fast_prefill,
@@ -197,7 +185,6 @@ ROWS = (
         2,
     ),
     Refusal(
-        "all",
         "--kv-trace on GPUs, or with --tensor-parallel-size or --pipeline-parallel-size above 1",
         "one worker on CPUs, with all layers and KV heads, makes a trace",
         _traces_elsewhere,
@@ -208,7 +195,6 @@ ROWS = (
         "Leave the option out",
     ),
     Refusal(
-        "all",
         "--kv-settle-tokens whose segments have too few blocks for --kv-budget",
         "whole blocks of a segment stay: more than twice its share, or all",
         lambda config: bool(_too_small_reason(config)),
@@ -221,7 +207,6 @@ ROWS = (
         value=lambda config: f"({_too_small_reason(config)})",
     ),
     Refusal(
-        "all",
         "--tensor-parallel-size that is no divisor and no multiple of the KV heads",
         "vLLM gives each head to as many ranks",
         _uneven_ranks,
@@ -232,14 +217,12 @@ ROWS = (
         ),
     ),
     Refusal(
-        "all",
         "context parallelism",
         "each process would rank only its part of a head's tokens",
         _context_parallel,
         {"parallel_config.decode_context_parallel_size": 2},
     ),
     Refusal(
-        "all",
         "--data-parallel-size above 1 for a mixture of experts",
         "its engines run in lockstep; not tested with evictions",
         # The engines of a dense model are independent of each other: the value here is 1.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.config.keys import CONFIG_KEY
 
@@ -21,7 +21,6 @@ class Refusal:
     """An option or a model with which an engine does not start.
 
     Attributes:
-        where: ``"all"``, or the device type that refuses it.
         option: the option or the kind of model, as users write it.
         reason: one sentence without its full stop.
         refused: whether a configuration has it.
@@ -30,7 +29,6 @@ class Refusal:
         value: the value in a configuration, shown after the option.
     """
 
-    where: Literal["all", "cpu", "cuda"]
     option: str
     reason: str
     refused: Callable[[VllmConfig], bool]

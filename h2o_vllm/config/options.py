@@ -11,15 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_vllm.config.request_fields import (
-    FEW_PROTECTED,
-    ROLE_WORDS,
-    SHORT_PROMPT,
-    check_heads,
-    check_prefill,
-    check_scores,
-    check_settle,
-)
+from h2o_vllm.config.request_fields import FEW_PROTECTED, ROLE_WORDS, SHORT_PROMPT
 from h2o_vllm.config.settings import FIELDS, OPTIONS, Settings, check_exclusions
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies
@@ -50,19 +42,16 @@ class H2OConfig(Settings):
             value = getattr(self, row.name)
             if value is not None or not row.optional:
                 row.check(value)
-        default = self.default_policy
-        check_prefill(self.kv_prefill_tokens, default)
         named = {row.name: getattr(self, row.name) for row in OPTIONS if row.per_request}
         # A server always has kv_budget; kv_budget_tokens overrides it.
         check_exclusions({name: value for name, value in named.items() if name != "kv_budget"})
-        if self.kv_settle_tokens and self.no_settling_reason:
-            accepted = f"0 here ({self.no_settling_reason})"
-            raise BudgetError("kv_settle_tokens", self.kv_settle_tokens, accepted)
-        check_settle(self.kv_settle_tokens, default)
-        if self.kv_heads is not None:
-            check_heads(self.kv_heads, default, self.equal_heads_reason)
-        if self.evicts_by_default or self.kv_prefill_tokens:
-            check_scores(default, self.no_scores_reason)
+        self.check_policy(
+            self.default_policy,
+            settle=self.kv_settle_tokens,
+            prefill=self.kv_prefill_tokens,
+            heads=self.kv_heads,
+            evicts=self.evicts_by_default or self.kv_prefill_tokens > 0,
+        )
 
     def _check_limits(self) -> None:
         """Check that lower limits are below upper ones, and that the default budget lies within them."""

@@ -12,14 +12,7 @@ from typing import Any
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import (
-    EXACT_SHARE,
-    ROLE_WORDS,
-    check_heads,
-    check_prefill,
-    check_scores,
-    check_settle,
-)
+from h2o_vllm.config.request_fields import EXACT_SHARE, ROLE_WORDS
 from h2o_vllm.config.settings import FIELDS, REQUEST_FIELDS, check_exclusions, excluding
 from h2o_vllm.errors import BudgetError
 from h2o_vllm.policy.policy import Policy
@@ -48,7 +41,6 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
     }
     if settle:
         values |= {row.attribute: row.kind() for row in FIELDS.values() if row.settling_ignores}
-    check_prefill(values["prefill"], policy)
     fraction, tokens = _budget(config, given)
     if settle and tokens is not None:
         accepted = "0 where the server's budget is --kv-budget-tokens, unless kv_budget is given"
@@ -70,16 +62,19 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         "evict_from": evict_from,
         "trace": _trace(config, given),
     }
-    if "kv_heads" in given:
-        check_heads(values["heads"], policy, config.equal_heads_reason)
     values["exact"] = _exact(config, given)
     if values["exact"]:
         values |= _NOTHING_EVICTED
         if fraction == 1.0 and "kv_budget" not in given:
             values["fraction"] = EXACT_SHARE
     budget = RequestBudget(**values)
-    if budget.evicts:
-        check_scores(policy, config.no_scores_reason)
+    config.check_policy(
+        policy,
+        settle=budget.settle,
+        prefill=budget.prefill,
+        heads=budget.heads,
+        evicts=budget.evicts,
+    )
     return budget
 
 
@@ -150,15 +145,12 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
     settle: int = _checked(config, name, given.get(name, config.kv_settle_tokens))
-    if config.no_settling_reason and settle:
-        raise BudgetError(name, settle, f"0 on this server ({config.no_settling_reason})")
     if name not in given and excluding(name, given):
         settle = 0
     prefill = given.get("kv_prefill_tokens", 0 if settle else config.kv_prefill_tokens)
     policy = config.policy_of(asked, prefill, settle)
     if settle and name not in given and policy.no_settling_reason:
         return config.policy_of(asked, prefill, 0), 0
-    check_settle(settle, policy)
     return policy, settle
 
 

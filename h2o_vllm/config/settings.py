@@ -13,8 +13,8 @@ from typing import Any
 
 from h2o_vllm.config.fields import Field, rows_of, setting
 from h2o_vllm.config.request_fields import HEADS, MAX_DELAY, PROTECT_WORDS
-from h2o_vllm.errors import ConflictError
-from h2o_vllm.policy.policy import joinable_ranks
+from h2o_vllm.errors import BudgetError, ConflictError
+from h2o_vllm.policy.policy import Policy, joinable_ranks
 from h2o_vllm.policy.presets import PRESETS
 
 ADMISSIONS = ("squeeze", "queue")
@@ -48,6 +48,38 @@ class EngineLimits:
     no_exact_reason: str = ""
     no_scores_reason: str = ""
     shared_heads_slow: bool = False
+
+    def check_policy(
+        self, policy: Policy, *, settle: int, prefill: int, heads: str | None, evicts: bool
+    ) -> None:
+        """Check that a policy and the engine can do what some fields ask for.
+
+        Raises:
+            BudgetError: one of them cannot; the error has the reason.
+        """
+        if settle and self.no_settling_reason:
+            accepted = f"0 on this server ({self.no_settling_reason})"
+            raise BudgetError("kv_settle_tokens", settle, accepted)
+        if settle and policy.no_settling_reason:
+            raise BudgetError("kv_settle_tokens", settle, f"0 {policy.no_settling_reason}")
+        if prefill and not policy.may_bound:
+            why = "which has nothing to rank by before the prompt's end"
+            raise BudgetError(
+                "kv_prefill_tokens", prefill, f"0 with kv_policy {policy.name}, {why}"
+            )
+        if heads == "shared" and self.equal_heads_reason:
+            raise BudgetError(
+                "kv_heads", heads, f"equal on this server ({self.equal_heads_reason})"
+            )
+        if heads == "shared" and policy.equal_heads_reason:
+            accepted = f"equal with kv_policy {policy.name}, {policy.equal_heads_reason}"
+            raise BudgetError("kv_heads", heads, accepted)
+        if evicts and policy.needs_scores and self.no_scores_reason:
+            accepted = (
+                f"one that collects no attention on this server ({self.no_scores_reason}); 'later', "
+                "'window' and 'random' collect none"
+            )
+            raise BudgetError("kv_policy", policy.name, accepted)
 
 
 @dataclass(frozen=True)

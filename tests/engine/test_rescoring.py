@@ -13,13 +13,13 @@ from torch import Tensor
 
 from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.calibration import features as room
-from h2o_vllm.calibration import regression
 from h2o_vllm.calibration.features import Rotation, features, num_features
 from h2o_vllm.calibration.file import Calibration, Part, Traits, attention_of
 from h2o_vllm.engine.worker.rescoring import Rescorer
 from h2o_vllm.policy.formulas import draws, first_scores
 from h2o_vllm.policy.fresh import Fresh
 from h2o_vllm.policy.policy import Policy
+from tests.calibration import made
 from tests.calibration.made import calibration_of
 from tests.engine.calls import Calls
 from tests.policy.cases import JOINS, centre_of, measures_of
@@ -227,7 +227,7 @@ def test_predictions_are_what_features_and_regression_say(rotation: Rotation) ->
     calibration, (keys, values) = learned(rotation), tokens_of(rescorer_of(), FIRST)
     got = predicted(calibration.part(0, HEADS), keys, values)
     for layer, weights in enumerate(calibration.weights):
-        want = regression.predicted(weights, features(keys[layer], values[layer], rotation))
+        want = made.predicted(weights, features(keys[layer], values[layer], rotation))
         torch.testing.assert_close(got[layer], want, rtol=5e-5, atol=1e-9)
 
 

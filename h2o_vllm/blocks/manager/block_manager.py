@@ -288,21 +288,12 @@ class H2OBlockManager(EvictingManager):
             state.peak_blocks = max(state.peak_blocks, live)
         return blocks
 
-    def cache_blocks(
-        self,
-        request: Request,
-        num_tokens: int,
-        retention_interval: int | None = None,
-        *,
-        replay_boundaries: Sequence[int],
-    ) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, *how: Any, **options: Any) -> None:
         """As the base class, for the tokens that may be published."""
         state, computed = self.states.get(request.request_id), num_tokens
         if state is not None:
             num_tokens = state.publishable_tokens(num_tokens)
-        super().cache_blocks(
-            request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
-        )
+        super().cache_blocks(request, num_tokens, *how, **options)
         self.settled.publish(request.request_id, computed)
 
     def add_local_computed_blocks(

@@ -8,8 +8,8 @@ requests must not find that KV in the prefix cache (law 7).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
@@ -53,23 +53,14 @@ class LimitedManager(SingleTypeKVCacheManager):
         """Set the states of all requests, by their ids. The evictable group's manager keeps them."""
         self._states = states
 
-    def cache_blocks(
-        self,
-        request: Request,
-        num_tokens: int,
-        retention_interval: int | None = None,
-        *,
-        replay_boundaries: Sequence[int],
-    ) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, *how: Any, **options: Any) -> None:
         """As the base class until the request's first eviction; then nothing.
 
         Earlier steps have published what they computed. The tokens of this step come after the eviction.
         """
         state = self._state(request.request_id)
         if state is None or not state.holes:
-            super().cache_blocks(
-                request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
-            )
+            super().cache_blocks(request, num_tokens, *how, **options)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As the base class; a preempted request first withdraws what it has not computed."""

@@ -24,17 +24,16 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
 
-from h2o_vllm.blocks.manager.spec import evictable_spec
 from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.cpu.drafts import LaterQueries, QueriesApart
 from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows
-from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
+from h2o_vllm.engine.worker.attention import AttentionCall, ScoringBackend, ScoringImpl
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from h2o_vllm.engine.cpu.state import CPUState
     from h2o_vllm.engine.cpu.views import Views
@@ -214,8 +213,10 @@ class H2OAttentionImpl(ScoringImpl, CPUAttentionBackendImpl):
             batch.views.look(ours, self._layer, score)
 
 
-class H2OAttentionBackend(CPUAttentionBackend):
+class H2OAttentionBackend(ScoringBackend, CPUAttentionBackend):
     """vLLM's CPU backend with our builder, implementation and KV cache spec."""
+
+    impl_cls, builder_cls = H2OAttentionImpl, H2OMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(
@@ -226,18 +227,3 @@ class H2OAttentionBackend(CPUAttentionBackend):
         from vllm.v1.attention.backend import MultipleOf
 
         return [MultipleOf(16)]
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable."""
-        return evictable_spec(spec)
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """Our attention."""
-        return H2OAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
-        """Our metadata builder."""
-        return H2OMetadataBuilder

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from h2o_vllm.blocks.manager.spec import evictable_spec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, paged_views
+from h2o_vllm.engine.worker.attention import ScoringBackend
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionImpl
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
     from h2o_vllm.engine.cuda.batch import ScoredBatch
     from h2o_vllm.engine.worker.attention import AttentionCall
 
@@ -38,31 +35,13 @@ _TILE = 128
 """Queries times q heads per KV head of one tile of FlashAttention 4."""
 
 
-class ScoringBackend:
-    """Common base of our backends. It must be the first base, before vLLM's backend."""
-
-    impl_cls: ClassVar[type[AttentionImpl]]
-    builder_cls: ClassVar[type[ScoringBuilder]]
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl]:
-        """Our attention."""
-        return cls.impl_cls
-
-    @classmethod
-    def get_builder_cls(cls) -> Any:
-        """Our metadata builder."""
-        return cls.builder_cls
+class CudaScoringBackend(ScoringBackend):
+    """Common base of our backends on GPUs."""
 
     @staticmethod
     def get_name() -> str:
         """Name in ``AttentionBackendEnum``, under which layers look the backend up."""
         return BACKEND
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make full attention evictable. vLLM's base repacks KV with scales per token, which is refused."""
-        return evictable_spec(spec)
 
 
 class H2OFlashBuilder(ScoringBuilder, flash_attn.FlashAttentionMetadataBuilder):
@@ -172,7 +151,7 @@ class H2OFlashImpl(CudaScoringImpl, flash_attn.FlashAttentionImpl):
         return lse
 
 
-class H2OFlashBackend(ScoringBackend, flash_attn.FlashAttentionBackend):
+class H2OFlashBackend(CudaScoringBackend, flash_attn.FlashAttentionBackend):
     """vLLM's FlashAttention backend with our builder, implementation and KV cache spec."""
 
     impl_cls, builder_cls = H2OFlashImpl, H2OFlashBuilder
@@ -213,7 +192,7 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
         return lse
 
 
-class H2OTritonBackend(ScoringBackend, triton_attn.TritonAttentionBackend):
+class H2OTritonBackend(CudaScoringBackend, triton_attn.TritonAttentionBackend):
     """vLLM's Triton backend with our builder, implementation and KV cache spec."""
 
     impl_cls, builder_cls = H2OTritonImpl, H2OTritonBuilder

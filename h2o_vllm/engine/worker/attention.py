@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from vllm.v1.attention.backend import AttentionImpl
 
+from h2o_vllm.blocks.manager.spec import evictable_spec
 from h2o_vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
     from h2o_vllm.engine.worker.state import WorkerState
 
@@ -32,6 +34,28 @@ class AttentionCall(NamedTuple):
     output: torch.Tensor
     output_scale: torch.Tensor | None = None
     output_block_scale: torch.Tensor | None = None
+
+
+class ScoringBackend:
+    """Stands before one of vLLM's backends in the line of bases."""
+
+    impl_cls: ClassVar[type[AttentionImpl[Any]]]
+    builder_cls: ClassVar[type]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
+        """Our attention."""
+        return cls.impl_cls
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """Our metadata builder."""
+        return cls.builder_cls
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Make full attention evictable. vLLM's base repacks KV with scales per token, which is refused."""
+        return evictable_spec(spec)
 
 
 class ScoringImpl(AttentionImpl[Any]):

@@ -32,7 +32,6 @@ class Rank:
 
     Attributes:
         name: its name in ``kv_policy``.
-        paper: where it is from.
         collects: which queries' attention it needs.
         recent: share of a budget for the newest tokens, if it ranks alone and the request does not say.
         equal_heads_reason: why the KV heads of a layer cannot share slots by its scores; empty: they can.
@@ -47,7 +46,6 @@ class Rank:
     """
 
     name: str
-    paper: str
     collects: Collects = Collects.NOTHING
     recent: float = 0.5
     equal_heads_reason: str = ""
@@ -63,43 +61,22 @@ class Rank:
 RANKS = (
     Rank(
         "predicted",
-        "https://arxiv.org/abs/2601.07891",
         # It knows what of the prompt will be needed, the newest tokens included.
         recent=0.1,
         calibrated=True,
         measure="predicted",
     ),
-    Rank(
-        "attention",
-        "https://arxiv.org/abs/2306.14048",
-        Collects.ALL,
-        as_collected=True,
-    ),
-    Rank(
-        "mean",
-        "https://arxiv.org/abs/2402.06262",
-        Collects.ALL,
-    ),
-    Rank(
-        "value",
-        "https://arxiv.org/abs/2504.14051",
-        Collects.ALL,
-        measure="deviation",
-    ),
-    Rank(
-        "end",
-        "https://arxiv.org/abs/2404.14469",
-        Collects.END,
-    ),
+    Rank("attention", Collects.ALL, as_collected=True),
+    Rank("mean", Collects.ALL),
+    Rank("value", Collects.ALL, measure="deviation"),
+    Rank("end", Collects.END),
     Rank(
         "key",
-        "https://arxiv.org/abs/2504.15364",
         equal_heads_reason="which measures how similar a key is to others of its head: no measure of need",
         measure="similarity",
     ),
     Rank(
         "random",
-        "https://arxiv.org/abs/2609.03430",
         # Of 1,024 to 4,096 tokens the authors keep the newest 64.
         recent=0.05,
         equal_heads_reason="which draws as many tokens for each head",
@@ -108,8 +85,8 @@ RANKS = (
         protects_prompt=True,
     ),
     Rank(
+        # StreamingLLM (https://arxiv.org/abs/2309.17453).
         "window",
-        "https://arxiv.org/abs/2309.17453",
         equal_heads_reason="which drops whole blocks",
         joins=False,
         moves=False,

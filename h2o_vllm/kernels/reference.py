@@ -2,8 +2,8 @@
 """The truth: every kernel in plain torch, float64 inside, written to be read. Any device, any memory layout.
 
 Runs in tests and, through :mod:`h2o_vllm.kernels.cpu.reference`, in a worker that asks for it. Imports torch
-only, and nothing of the fast kernels. Arguments are those of :mod:`h2o_vllm.kernels.triton`, less what only a
-kernel needs (a workspace, upper bounds).
+and :mod:`.batch`, nothing of the fast kernels. Arguments are those of :mod:`h2o_vllm.kernels.triton`, less
+what only a kernel needs (a workspace, upper bounds).
 
 Letters: T tokens, H q heads, KH kv heads, G = H / KH, D head size, N blocks, BS block size,
 B requests, MB blocks per table row, R listed rows, L layers, S live length.
@@ -15,8 +15,12 @@ B requests, MB blocks per table row, R listed rows, L layers, S live length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from h2o_vllm.kernels.batch import LayerBatch
 
 Slots = tuple[Tensor, Tensor]
 """Block ids and offsets of the S live slots of a sequence, in order; [S] each."""
@@ -42,9 +46,7 @@ def attend(
 
     Args:
         query: [t, H, D]. scale: factor on q.k before the softmax.
-        softcap: scaled logits x become ``softcap * tanh(x / softcap)`` (Gemma 2); 0: they stay.
-        sinks: [H], a learned logit per q head that belongs to no key (gpt-oss): its exponential joins the
-            softmax's denominator, so that probabilities sum to less than 1. It is not capped.
+        softcap, sinks: see :class:`.batch.LayerBatch`.
 
     Returns:
         probabilities [t, KH, G, S], output [t, H, D], log-sum-exp [t, KH, G], sinks included.
@@ -73,55 +75,45 @@ def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
     scores[blocks, :, offsets] += prob.sum((0, 2)).T.float()
 
 
-def attend_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor,
-    value_scale: float = 1.0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`h2o_vllm.kernels.triton.attend_decode`; scales of query and key are part of ``scale``."""
-    for row, length in enumerate(seq_lens.tolist()):
-        first, end = query_start_loc[row : row + 2].tolist()
-        if length <= 0 or end - first != 1:
-            continue
-        where = live_slots(block_table[row], length, key_cache.shape[1])
-        prob, attended, _ = attend(
-            query[first:end], key_cache, value_cache, where, scale, softcap, sinks
-        )
-        out[first] = (attended[0] * value_scale).to(out.dtype)
-        add_probabilities(scores, where, prob)
+def attend_decode(batch: LayerBatch, out: Tensor) -> None:
+    """See :func:`h2o_vllm.kernels.triton.attend_decode`: of all rows with one query, without lanes."""
+    for _, tokens, where in live_rows(batch):
+        if tokens.stop - tokens.start == 1:
+            prob, attended, _ = attend_row(batch, tokens, where)
+            out[tokens] = attended.to(out.dtype)
+            add_probabilities(batch.scores, where, prob)
 
 
-def add_prompt_scores(
-    query: Tensor,
-    key_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    scored_from: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
-    for row, length in enumerate(seq_lens.tolist()):
-        first, end = query_start_loc[row : row + 2].tolist()
-        if length <= 0 or end - first < 2:
-            continue
-        if scored_from is not None:
-            first = int(scored_from[row])
-        where = live_slots(block_table[row], length, key_cache.shape[1])
-        prob, _, _ = attend(query[first:end], key_cache, key_cache, where, scale, softcap, sinks)
-        add_probabilities(scores, where, prob)
+def add_prompt_scores(batch: LayerBatch, scored_from: Tensor | None = None) -> None:
+    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed.
+
+    Args:
+        scored_from: [B], index in the batch of each row's first scored query; by default all are scored.
+    """
+    for row, tokens, where in live_rows(batch):
+        if tokens.stop - tokens.start > 1:
+            first = tokens.start if scored_from is None else int(scored_from[row])
+            prob, _, _ = attend_row(batch, slice(first, tokens.stop), where)
+            add_probabilities(batch.scores, where, prob)
+
+
+def attend_row(batch: LayerBatch, tokens: slice, where: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attend` of the last queries of one row of a batch, by its scales."""
+    scale, value_scale = batch.scale, 1.0 if batch.value_scale is None else float(batch.value_scale)
+    for one in (batch.query_scale, batch.key_scale):
+        scale *= 1.0 if one is None else float(one)
+    caches = (batch.key_cache, batch.value_cache)
+    prob, out, lse = attend(batch.query[tokens], *caches, where, scale, batch.softcap, batch.sinks)
+    return prob, out * value_scale, lse
+
+
+def live_rows(batch: LayerBatch) -> Iterator[tuple[int, slice, Slots]]:
+    """Number, queries and live slots of each row that has both."""
+    starts = batch.query_start_loc.tolist()
+    for row, length in enumerate(batch.seq_lens.tolist()):
+        tokens = slice(*starts[row : row + 2])
+        if length > 0 and tokens.stop > tokens.start:
+            yield row, tokens, live_slots(batch.block_table[row], length, batch.key_cache.shape[1])
 
 
 def reset_scores(scores: Tensor, slots: Tensor) -> None:

@@ -137,19 +137,16 @@ def _check(case: Case) -> None:
     """
     case.build()
     out, want = torch.empty_like(case.out), {}
-    batch = (case.table, case.starts, case.lens)
     want["ours"] = scores = torch.zeros_like(case.scores[0])
+    batch = case.given(0)._replace(scores=scores)
     if case.queries > 1:
-        reference.add_prompt_scores(case.query, case.keys[0], scores, *batch, case.scale)
+        reference.add_prompt_scores(batch)
     else:
-        caches = (case.keys[0], case.values[0])
-        reference.attend_decode(case.query, *caches, scores, *batch, case.scale, out)
+        reference.attend_decode(batch, out)
     outputs = dict.fromkeys(case.contestants(), out)
     if "lanes" in outputs:
         lanes = half_shared(case.table, case.layers, case.keys.shape[1], case.kv_heads)
-        outputs["lanes"], want["lanes"] = expected(
-            case.query, case.keys[0], case.values[0], case.table, case.lens, case.scale, lanes
-        )
+        outputs["lanes"], want["lanes"] = expected(case.given(0, lanes))
     for name, call in case.contestants().items():
         case.out.fill_(float("nan"))
         case.scores.zero_()

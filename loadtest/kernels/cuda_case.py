@@ -11,6 +11,7 @@ import torch
 from h2o_vllm.kernels.triton import (
     DecodeWorkspace,
     LaneTables,
+    LayerBatch,
     PromptSegments,
     add_prompt_scores,
     attend_decode,
@@ -136,15 +137,16 @@ class Case:
                 range(self.requests), self.starts[:-1].tolist(), self.starts[1:].tolist(),
                 self.lens.tolist(), self.lens.tolist(), self.kv_heads, "cuda",
             )  # fmt: skip
-            return lambda layer: add_prompt_scores(
-                self.query, self.keys[layer], self.scores[layer], self.table, self.starts,
-                self.lens, self.lse, self.scale, prompts,
-            )  # fmt: skip
+            return lambda layer: add_prompt_scores(self.given(layer), self.lse, prompts)
         workspace, lanes = self._workspace(shared=shared)
         self._plan(workspace, lanes)
-        return lambda layer: attend_decode(
-            self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table,
-            self.scale, self.out, workspace, lanes=lanes, layer=layer,
+        return lambda layer: attend_decode(self.given(layer, lanes), self.out, workspace)
+
+    def given(self, layer: int, lanes: LaneTables | None = None) -> LayerBatch:
+        """One layer as our kernels take it."""
+        return LayerBatch(
+            self.query, self.keys[layer], self.values[layer], self.scores[layer], self.table, self.starts,
+            self.lens, self.scale, lanes=lanes, layer=layer,
         )  # fmt: skip
 
     def _workspace(self, *, shared: bool) -> tuple[DecodeWorkspace, LaneTables | None]:

@@ -29,12 +29,11 @@ from triton.runtime.jit import JITFunction, KernelParam, create_function_from_si
 from h2o_vllm.kernels.triton import (
     DecodeWorkspace,
     KVLayers,
+    LaneTables,
     compact_tables,
     launching,
-    prompt_lse,
     warm_up,
 )
-from h2o_vllm.kernels.triton.lanes import LaneTables
 
 _ANY_ARCH = 90
 """The key does not depend on it."""
@@ -177,17 +176,11 @@ def launch_everything(shape: Shape, device: str = "cpu") -> None:
     table = torch.zeros(2, 8, dtype=torch.int32, device=device)
     flags = torch.zeros(2, dtype=torch.int32, device=device)
     compact_tables(table, rows, flags, shape.block_size, table.clone(), rows, rows, rows)
-    starts = torch.zeros(3, dtype=torch.int32, device=device)
-    lse = torch.zeros(heads, 2, device=device)
     # Neither, and as Gemma 2 and gpt-oss have them.
     for softcap, sinks in (
         (0.0, None),
         (50.0, None),
         (0.0, torch.ones(heads, dtype=out_dtype, device=device)),
     ):
-        warm_up(
-            layers, scores, workspace, query, query.to(out_dtype), scale, scale, scale, softcap, sinks, lanes,
-        )  # fmt: skip
-        prompt_lse(
-            query, keys, table, starts, rows, 1.0, lse, 2, rows, scale, scale, softcap, sinks
-        )
+        out, scales = query.to(out_dtype), (scale, scale, scale)
+        warm_up(layers, scores, workspace, query, out, scales, softcap, sinks, lanes)

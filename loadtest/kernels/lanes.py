@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
-from h2o_vllm.kernels.triton import LaneTables
+from h2o_vllm.kernels.triton import LaneTables, LayerBatch
 
 
 def half_shared(table: Tensor, num_layers: int, num_blocks: int, kv_heads: int) -> LaneTables:
@@ -32,27 +32,23 @@ def half_shared(table: Tensor, num_layers: int, num_blocks: int, kv_heads: int) 
     return lanes
 
 
-def expected(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    lens: Tensor,
-    scale: float,
-    lanes: LaneTables,
-) -> tuple[Tensor, Tensor]:
+def expected(batch: LayerBatch) -> tuple[Tensor, Tensor]:
     """Decode attention of the first layer by the reference, head by head: output, and scores from zero.
 
     Args:
-        query: [B, H, D], one per row. keys, values: [N, BS, KH, D]. table, lens: as for the kernel.
+        batch: with lanes, and one query per row.
     """
-    blocks, block_size, kv_heads, _ = keys.shape
+    query, table, lens, lanes = batch.query, batch.block_table, batch.seq_lens, batch.lanes
+    assert lanes is not None
+    blocks, block_size, kv_heads, _ = batch.key_cache.shape
     out, scores = torch.empty_like(query), torch.zeros(
         blocks * kv_heads, 1, block_size, device=query.device
     )  # fmt: skip
-    by_page = [half.transpose(1, 2).flatten(0, 1).unsqueeze(2) for half in (keys, values)]
+    keys, values = (
+        half.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+        for half in (batch.key_cache, batch.value_cache)
+    )
     group = query.shape[1] // kv_heads
-    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=query.device)
     for row, heavy in enumerate(lanes.rows[:, 2].tolist()):
         listed = lanes.pages[0, table[row, :heavy].long()].flatten()
         ends = lanes.offsets[0, row].tolist()
@@ -61,10 +57,9 @@ def expected(
             pages = torch.cat([mine, table[row, heavy:] * kv_heads + head])[None]
             length = lens[row : row + 1] + (len(mine) - heavy) * block_size
             queries = slice(head * group, (head + 1) * group)
-            part = query[row : row + 1, queries]
-            attended = torch.empty_like(part)
-            reference.attend_decode(
-                part, by_page[0], by_page[1], scores, pages, starts[:2], length, scale, attended
-            )
-            out[row, queries] = attended[0]
+            alone = batch._replace(
+                query=query[row : row + 1, queries], key_cache=keys, value_cache=values, scores=scores,
+                block_table=pages, query_start_loc=batch.query_start_loc[:2], seq_lens=length,
+            )  # fmt: skip
+            reference.attend_decode(alone, out[row : row + 1, queries])
     return out, scores.view(blocks, kv_heads, block_size)

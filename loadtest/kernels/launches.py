@@ -24,9 +24,9 @@ from h2o_vllm.kernels.triton import (
     Compaction,
     Evictions,
     KVLayers,
+    attend_prompts,
     compact,
     launching,
-    prompt_lse,
 )
 from loadtest.common.command import command_parser
 from loadtest.kernels.cuda_case import Case
@@ -51,8 +51,8 @@ def cases() -> Iterator[Launched]:
         call = case.ours(shared=shared)
         yield Launched(name, lambda call=call: call(0), (case.out, case.scores))  # type: ignore[misc]
     rows = torch.arange(case.requests, dtype=torch.int32, device="cuda")
-    given = (case.query, case.keys[0], case.table, case.starts, case.lens, case.scale, case.lse)
-    yield Launched("lse", lambda: prompt_lse(*given, case.queries, rows), (case.lse,))
+    given = (case.given(0), rows, case.queries, case.lse)
+    yield Launched("lse", lambda: attend_prompts(*given), (case.lse,))
     kv = torch.randn(4, 100, 16, 8, 2 * 128, dtype=torch.bfloat16, device="cuda")
     keys, values = kv.split(128, dim=-1)
     scores = torch.rand(4, 100, 8, 16, device="cuda")

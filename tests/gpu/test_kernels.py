@@ -103,10 +103,7 @@ def _captured(
     from h2o_vllm.kernels.triton import attend_decode
 
     def step() -> None:
-        attend_decode(
-            batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
-            batch.scale, out, workspace,
-        )  # fmt: skip
+        attend_decode(batch.given(scores), out, workspace)
 
     workspace.plan(plan.query_start_loc, plan.seq_lens)
     step()  # compiles outside of the graph

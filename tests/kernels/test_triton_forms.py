@@ -102,50 +102,40 @@ class Worker:
             for slots in (mapping[:tokens], mapping[torch.arange(tokens)]):
                 kernels.reset_scores(self.planes.flatten(0, 1), slots)
 
+    def batch(self, tokens: int, rows: int, layer: int, *, fused: bool) -> kernels.LayerBatch:
+        caches = self.layers.key_caches[layer], self.layers.value_caches[layer]
+        tables = self.table[:rows], self.starts[: rows + 1], self.lens[:rows]
+        return kernels.LayerBatch(
+            self.query(tokens, fused=fused), *caches, self.scores[layer], *tables, 0.125, *self.scales,
+            self.softcap, self.sinks, layer=layer,
+        )  # fmt: skip
+
     def decode(self) -> None:
-        key_scale, value_scale = self.scales[1:]
         for rows, lanes in product((1, 2, 16, 17, MAX_ROWS), (None, self.lanes)):
-            batch = self.starts[: rows + 1], self.lens[:rows], self.flags[:rows]
-            self.workspace.plan(*batch, lanes, self.table[:rows], self.block_size)
-            for layer, (keys, values) in enumerate(
-                zip(self.layers.key_caches, self.layers.value_caches, strict=True)
-            ):
-                for fused in (True, False):
-                    out = torch.zeros(rows, self.heads, self.size, dtype=self.out_dtype)
-                    kernels.attend_decode(
-                        self.query(rows, fused=fused), keys, values, self.scores[layer], self.table[:rows],
-                        0.125, out, self.workspace, self.scales[0], key_scale, value_scale,
-                        self.softcap, self.sinks, lanes, layer,
-                    )  # fmt: skip
+            tables = self.starts[: rows + 1], self.lens[:rows], self.flags[:rows]
+            self.workspace.plan(*tables, lanes, self.table[:rows], self.block_size)
+            for layer, fused in product(range(LAYERS), (True, False)):
+                out = torch.zeros(rows, self.heads, self.size, dtype=self.out_dtype)
+                batch = self.batch(rows, rows, layer, fused=fused)
+                kernels.attend_decode(batch._replace(lanes=lanes), out, self.workspace)
 
     def score_prompts(self) -> None:
         for rows, tokens in ((1, 2), (1, 16), (2, 33), (1, MAX_TOKENS), (7, MAX_TOKENS)):
-            batch = self.starts[: rows + 1], self.lens[:rows]
             listed = torch.zeros(rows, dtype=torch.int32)
             borders = [row * tokens // rows for row in range(rows + 1)]
             lengths = [4 * tokens] * rows
             cut = (range(rows), borders[:-1], borders[1:], lengths, lengths, KV_HEADS, "cpu")
             prompts = kernels.PromptSegments.cut(*cut)
             # As FlashAttention returns it, and as it would be after a transposition.
-            for lse in (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T):
-                for layer, keys in enumerate(self.layers.key_caches):
-                    for fused in (True, False):
-                        query = self.query(tokens, fused=fused)
-                        for lanes in (None, self.lanes):
-                            kernels.add_prompt_scores(
-                                query, keys, self.scores[layer], self.table[:rows], *batch, lse, 0.125,
-                                prompts, *self.scales[:2], softcap=self.softcap, lanes=lanes, layer=layer,
-                            )  # fmt: skip
-                        out = torch.zeros(tokens, self.heads, self.size, dtype=self.out_dtype)
-                        kernels.attend_shared_prompts(
-                            query, keys, self.layers.value_caches[layer], self.table[:rows], *batch, 0.125,
-                            out, lse, tokens, listed, self.lanes, layer, *self.scales, self.softcap,
-                            self.sinks,
-                        )  # fmt: skip
-                        kernels.prompt_lse(
-                            query, keys, self.table[:rows], *batch, 0.125, lse, tokens, listed,
-                            *self.scales[:2], self.softcap, self.sinks,
-                        )  # fmt: skip
+            sums = (torch.zeros(self.heads, tokens), torch.zeros(tokens, self.heads).T)
+            out = torch.zeros(tokens, self.heads, self.size, dtype=self.out_dtype)
+            for lse, layer, fused in product(sums, range(LAYERS), (True, False)):
+                batch = self.batch(tokens, rows, layer, fused=fused)
+                shared = batch._replace(lanes=self.lanes)
+                kernels.add_prompt_scores(batch, lse, prompts)
+                kernels.add_prompt_scores(shared, lse, prompts)
+                kernels.attend_prompts(shared, listed, tokens, lse, out)
+                kernels.attend_prompts(batch, listed, tokens, lse)
 
     def serve(self) -> None:
         self.evict()
@@ -191,13 +181,12 @@ def test_what_triton_compiles_anew_is_another_form() -> None:
         for given in [*calls, *calls]:
             kernels.reset_scores(worker.scores, given)
     assert len(noted) == 2
-    keys = worker.layers.key_caches[0]
+    batch = worker.batch(3, 1, 0, fused=False)
+    keys = batch.key_cache
     with launches(run=False) as noted:
         for tokens in (2, 3):
             for cache in (keys, keys[..., 1:], keys[:, :, :1]):
                 query = torch.zeros(tokens, 4, cache.shape[3], dtype=keys.dtype)
-                lse = torch.zeros(4, tokens)
-                kernels.prompt_lse(
-                    query, cache, worker.table, worker.starts, worker.lens, 1.0, lse, tokens, worker.lens
-                )  # fmt: skip
+                given = batch._replace(query=query, key_cache=cache)
+                kernels.attend_prompts(given, worker.lens, tokens, torch.zeros(4, tokens))
     assert len(noted) == 3

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, paged_views
+from h2o_vllm.engine.cuda.impl import CudaScoringImpl, Scales, lse_for, paged_views
 from h2o_vllm.engine.worker.attention import ScoringBackend
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
@@ -170,25 +170,8 @@ class H2OTritonImpl(CudaScoringImpl, triton_attn.TritonAttentionImpl):
         """Stock attention, then the LSE of the prompt rows."""
         assert batch.prompt_rows is not None
         self.attend_stock(call, batch.stock)
-        query, (keys, _) = call.query, self._views
-        scales = Scales.of(call.layer, query, keys)
-        tokens, heads, _ = query.shape
-        lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
-        kernels.prompt_lse(
-            query,
-            keys,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            self.scale,
-            lse,
-            batch.max_query_len,
-            batch.prompt_rows,
-            scales.query,
-            scales.key,
-            self.logits_soft_cap,
-            self.sinks,
-        )
+        lse, ours = lse_for(call.query), self._batch(call, batch).of_equal_heads
+        kernels.attend_prompts(ours, batch.prompt_rows, batch.max_query_len, lse)
         return lse
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 
-from h2o_vllm.engine.cuda.batch import ScoredBatch, SharedPrompts
+from h2o_vllm.engine.cuda.batch import ScoredBatch
 from h2o_vllm.engine.cuda.compat import layer_scales
 from h2o_vllm.engine.worker.attention import AttentionCall, ScoringImpl
 from h2o_vllm.errors import ConfigError
@@ -59,6 +59,12 @@ def numbers_of(kv_cache: torch.Tensor) -> torch.Tensor:
     vLLM stores 8-bit numbers as bytes. They are float8_e4m3fn: other 8-bit dtypes are refused at start-up.
     """
     return kv_cache.view(torch.float8_e4m3fn) if kv_cache.dtype == torch.uint8 else kv_cache
+
+
+def lse_for(query: torch.Tensor) -> torch.Tensor:
+    """Room for the log-sum-exps of queries [T, H, D]: [H, T], float32."""
+    tokens, heads, _ = query.shape
+    return torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
 
 
 def paged_views(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,14 +132,12 @@ class CudaScoringImpl(ScoringImpl):
     def attend(self, call: AttentionCall, batch: ScoredBatch) -> None:
         """Run stock attention for vLLM's rows, then our decodes, then the scores of prompts."""
         self._state.note_served(batch, self)
-        keys, values = self._views
         if len(call.query) > batch.num_tokens:
             without_padding = slice(batch.num_tokens)
             call = call._replace(
                 query=call.query[without_padding], output=call.output[without_padding]
             )
-        query, output = call.query, call.output
-        scales = Scales.of(call.layer, query, keys)
+        ours = self._batch(call, batch)
         lse = None
         if batch.prompt_rows is not None:
             lse = self.attend_with_lse(call, batch)
@@ -141,84 +145,23 @@ class CudaScoringImpl(ScoringImpl):
             self.attend_stock(call, batch.stock)
         if batch.decodes:
             # After vLLM's kernel, which writes zeros for the rows of length 0.
-            kernels.attend_decode(
-                query,
-                keys,
-                values,
-                self._scores,
-                batch.block_table,
-                self.scale,
-                output,
-                self._state.workspace,
-                *scales,
-                softcap=self.logits_soft_cap,
-                sinks=self.sinks,
-                lanes=batch.lanes,
-                layer=self._layer,
-                cut=batch.cut,
-            )
-        if batch.shared_prompts is not None:
-            self._attend_shared(query, output, batch, batch.shared_prompts, scales)
-        if lse is not None:
-            self._add_scores(query, batch, batch.prompts, lse, scales)
+            kernels.attend_decode(ours, call.output, self._state.workspace, cut=batch.cut)
+        if (shared := batch.shared_prompts) is not None:
+            # vLLM's kernels cannot attend them.
+            sums = lse_for(ours.query)
+            kernels.attend_prompts(ours, shared.rows, shared.max_query_len, sums, call.output)
+            if shared.scored is not None:
+                kernels.add_prompt_scores(ours, sums, shared.scored)
+        if lse is not None and batch.prompts is not None:
+            kernels.add_prompt_scores(ours.of_equal_heads, lse, batch.prompts)
 
-    def _attend_shared(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        batch: ScoredBatch,
-        prompts: SharedPrompts,
-        scales: Scales,
-    ) -> None:
-        """Attend and score rows with several queries whose heads share slots: vLLM's kernels cannot."""
-        assert batch.lanes is not None
-        tokens, heads, _ = query.shape
-        lse = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
-        kernels.attend_shared_prompts(
-            query,
-            *self._views,
-            batch.block_table,
-            batch.query_start_loc,
-            batch.seq_lens,
-            self.scale,
-            output,
-            lse,
-            prompts.max_query_len,
-            prompts.rows,
-            batch.lanes,
-            self._layer,
-            *scales,
-            softcap=self.logits_soft_cap,
-            sinks=self.sinks,
-        )
-        self._add_scores(query, batch, prompts.scored, lse, scales, batch.lanes)
-
-    def _add_scores(
-        self,
-        query: torch.Tensor,
-        batch: ScoredBatch,
-        prompts: kernels.PromptSegments | None,
-        lse: torch.Tensor,
-        scales: Scales,
-        lanes: kernels.LaneTables | None = None,
-    ) -> None:
-        if prompts is not None:
-            kernels.add_prompt_scores(
-                query,
-                self._views[0],
-                self._scores,
-                batch.block_table,
-                batch.query_start_loc,
-                batch.seq_lens,
-                lse,
-                self.scale,
-                prompts,
-                scales.query,
-                scales.key,
-                softcap=self.logits_soft_cap,
-                lanes=lanes,
-                layer=self._layer,
-            )
+    def _batch(self, call: AttentionCall, batch: ScoredBatch) -> kernels.LayerBatch:
+        """What our kernels take of a call without padding."""
+        scales = Scales.of(call.layer, call.query, self._views[0])
+        return kernels.LayerBatch(
+            call.query, *self._views, self._scores, batch.block_table, batch.query_start_loc,
+            batch.seq_lens, self.scale, *scales, self.logits_soft_cap, self.sinks, batch.lanes, self._layer,
+        )  # fmt: skip
 
     def attend_with_lse(self, call: AttentionCall, batch: ScoredBatch) -> torch.Tensor:
         """Run stock attention for ``batch.stock``, and return the log-sum-exp of each query.

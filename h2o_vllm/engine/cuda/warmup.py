@@ -69,24 +69,9 @@ def warm_up(state: CudaState, layer: Any, dtype: torch.dtype) -> None:
     if in_bytes:
         query = query.to(torch.float8_e4m3fn)
     scales = Scales.of(layer, query, keys)
-    softcap, sinks = layer.impl.logits_soft_cap, layer.impl.sinks
+    softmax = (layer.impl.logits_soft_cap, layer.impl.sinks)
     kernels.warm_up(
-        state.kv_layers,
-        state.scores,
-        state.workspace,
-        query,
-        out,
-        *scales,
-        softcap=softcap,
-        sinks=sinks,
-        lanes=state.lanes,
+        state.kv_layers, state.scores, state.workspace, query, out, scales, *softmax, state.lanes
     )
-    nothing = torch.zeros(1, dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
-    lens = torch.full((1,), 2, dtype=torch.int32, device=device)
-    lse = torch.empty(num_heads, 2, device=device)
-    # Reads the null block.
-    given = (query, keys, nothing[None], starts, lens, 1.0, lse, 2, nothing)
-    kernels.prompt_lse(*given, scales.query, scales.key, softcap, sinks)
     if isinstance(layer.impl, H2OFlashImpl):
         layer.impl.warm_up(layer, query.dtype, dtype)

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_vllm.kernels.batch import LaneTables
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
-from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.share import (
     SIZES,

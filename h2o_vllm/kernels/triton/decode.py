@@ -32,87 +32,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
+from h2o_vllm.kernels.batch import LayerBatch
+from h2o_vllm.kernels.triton.dot import LOG2E, add_sinks, cap_logits, cap_of, dot
 from h2o_vllm.kernels.triton.finish import OF_LAYER, add_scores, finish, row_totals, scratch_of
-from h2o_vllm.kernels.triton.lanes import LaneTables, locate_listed
+from h2o_vllm.kernels.triton.lanes import locate_listed
 from h2o_vllm.kernels.triton.launching import launch
-from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.paged import form_of, load_keys, locate
 from h2o_vllm.kernels.triton.plan import fits, load_piece, of_head
 from h2o_vllm.kernels.triton.workspace import SPAN, DecodeWorkspace
 
-_LOG2E = 1.4426950408889634
-
 
 def attend_decode(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    scale: float,
-    out: Tensor,
-    workspace: DecodeWorkspace,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    lanes: LaneTables | None = None,
-    layer: int = 0,
-    *,
-    cut: bool = True,
+    batch: LayerBatch, out: Tensor, workspace: DecodeWorkspace, *, cut: bool = True
 ) -> None:
-    """Attention of the planned rows' single queries. Adds their probabilities to ``scores``.
+    """Attention of the planned rows' single queries. Adds their probabilities to ``batch.scores``.
 
     The last call of :meth:`.DecodeWorkspace.plan` sets the rows and their lengths. Output and scores of all
     other rows do not change. A CUDA graph may capture it: the grid depends on B alone.
 
     Args:
-        query: [T, H, D]; may be strided along T.
-        key_cache, value_cache: [N, BS, KH, D], any strides with a last one of 1. Their dtype is that of
-            ``query``, or float8_e4m3fn (then ``query`` may have either), multiplied in ``out``'s dtype.
-        scores: [N, KH, BS], float32, contiguous; receives probabilities summed over the q heads of a group.
-        block_table: [B, MB], int32, without holes. May be strided along B.
-        scale: factor on q.k before the softmax.
+        batch: with ``lanes`` exactly if the plan was made with them; 8-bit tensors are multiplied in
+            ``out``'s dtype.
         out: [T, H, D]; only the planned rows' tokens are written. May be strided along T.
-        query_scale, key_scale, value_scale: factors of 8-bit tensors, one float32 on the device each;
-            ``None``: 1. vLLM's ``layer._q_scale``, ``_k_scale``, ``_v_scale``.
-        softcap: scaled logits x become ``softcap * tanh(x / softcap)``; 0: they do not change.
-        sinks: [H], any float dtype: logits without a key, added to the softmax's denominator.
-        lanes: given exactly if the plan was made with them. layer: index of these caches' layer.
-        cut: whether the plan may cut rows, see :meth:`.DecodeWorkspace.cuts`.
+        cut: whether the plan may cut any row, see :meth:`.DecodeWorkspace.cuts`.
     """
-    shape, heads = key_cache.shape, query.shape[1]
+    query, keys, values, lanes = batch.query, batch.key_cache, batch.value_cache, batch.lanes
+    shape, heads = keys.shape, query.shape[1]
     planned = workspace.pieces
     told: tuple[Tensor | int | None, ...] = (None, None, None, None)
     if lanes is not None:
         assert workspace.head_pieces is not None
         planned = workspace.head_pieces
-        told = (lanes.keys, layer, lanes.keys.stride(0), planned.stride(0))
+        told = (lanes.keys, batch.layer, lanes.keys.stride(0), planned.stride(0))
     handed_over = (
         planned, workspace.part_out, workspace.part_max, workspace.part_sum, workspace.probs,
         workspace.tile_max,
     )  # fmt: skip
-    strides = (block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1])
-    of_query, of_keys, of_values = query.stride(), key_cache.stride(), value_cache.stride()
-    form = (
-        shape, of_keys, of_values, heads, of_query, strides[1:3], workspace.tile, workspace.probs.dtype,
-        key_cache.dtype, query.dtype, out.dtype, query_scale is None, key_scale is None, value_scale is None,
-        softcap == 0, None if sinks is None else sinks.dtype, lanes is None,
+    strides = (
+        batch.block_table.stride(0), out.stride(0), out.stride(1), workspace.tile_max.shape[1],
     )  # fmt: skip
-    attends, finishes = _constants(shape, heads, workspace.tile, planned.shape[-1], key_cache.dtype)
-    grid = ((block_table.shape[0] + workspace.spare) * shape[2],)
+    form = (*form_of(batch), out.dtype, strides[1:3], workspace.tile, workspace.probs.dtype)
+    attends, finishes = _constants(shape, heads, workspace.tile, planned.shape[-1], keys.dtype)
+    grid = ((batch.block_table.shape[0] + workspace.spare) * shape[2],)
     given: tuple[Any, ...] = (
-        query, key_cache, value_cache, block_table, out, *handed_over, scores, query_scale, key_scale,
-        value_scale, scale * _LOG2E, cap_of(softcap), sinks, *of_query[:2], *of_keys[:3], *of_values[:3],
-        *strides, *told,
+        query, keys, values, batch.block_table, out, *handed_over, batch.scores, batch.query_scale,
+        batch.key_scale, batch.value_scale, batch.scale * LOG2E, cap_of(batch.softcap), batch.sinks,
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *strides, *told,
     )  # fmt: skip
     launch(_attend, grid, form, given, attends)
     if not cut:
         return
     # At most two programs per piece: rows longer than C have less than 2 * total / C pieces.
     grid = (workspace.spare * shape[2],)
-    given = (scores, block_table, out, *handed_over, *strides, *told)
+    given = (batch.scores, batch.block_table, out, *handed_over, *strides, *told)
     launch(finish, grid, form, given, finishes)
 
 

@@ -9,7 +9,7 @@ import os
 import triton
 import triton.language as tl
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 # Triton 3.9's interpreter multiplies the bit patterns of bfloat16 operands as integers.
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -26,7 +26,7 @@ def dot(a, b, acc):
 
 def cap_of(softcap: float) -> float | None:
     """The argument of :func:`cap_logits`; ``None`` without a cap, which compiles a kernel of its own."""
-    return softcap * _LOG2E if softcap else None
+    return softcap * LOG2E if softcap else None
 
 
 @triton.jit

@@ -62,7 +62,7 @@ class Compaction(NamedTuple):
     """One eviction on the host: ids of its heavy and doomed blocks, disjoint.
 
     ``fresh``: those that no earlier eviction has ranked, and ``slot``: the request's slot in
-    :class:`.lanes.LaneTables`, if its KV heads share slots.
+    :class:`.LaneTables`, if its KV heads share slots.
     """
 
     heavy: Sequence[int]

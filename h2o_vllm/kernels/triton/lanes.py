@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The owners of lanes, if the KV heads of a layer share slots: tables on the device, and how to read them.
+"""The owners of lanes, if the KV heads of a layer share slots: how to read :class:`.LaneTables`.
 
 :mod:`h2o_vllm.kernels.lanes` has the rule. Evictions apply it on the device, and the host never reads the
 result. In each layer a request has a list of the pages of its heavy blocks, ordered by head. The list has one
@@ -19,93 +19,17 @@ the registers, and half as many programs would run on a processor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from h2o_vllm.kernels.triton.paged import locate
 
 LANES = ["layer", "num_slots", "num_blocks"]
-"""Numbers of :class:`LayerLanes`. Not specialised: new values compile nothing."""
+"""Numbers of :class:`.LayerLanes`. Not specialised: new values compile nothing."""
 
 
 EVERYWHERE = tl.constexpr(1 << 30)
 """Number of pinned blocks of a row whose heads share nothing: all of its blocks count as pinned."""
-
-
-class LayerLanes(NamedTuple):
-    """The tables of one layer as kernels take them; all ``None`` if no row's heads share slots."""
-
-    rows: Tensor | None = None
-    offsets: Tensor | None = None
-    pages: Tensor | None = None
-    layer: int | None = None
-    num_slots: int | None = None
-    num_blocks: int | None = None
-
-
-@dataclass(frozen=True)
-class LaneTables:
-    """The lanes of all requests whose heads share slots. Made once, so CUDA graphs may hold the tensors.
-
-    Attributes:
-        owners: [L, N, KH], int16: the head that owns each lane of a heavy block; undefined for other blocks.
-        pages: [L, N, KH], int32: the lists; a page is ``block_id * KH + lane``.
-        offsets: [L, S, KH + 1], int32: start and end of each head's entries, by the request's slot.
-        rows: [B, 3], int32: per row of the batch the request's slot, its number of pinned blocks, which come
-            first in its block table, and of heavy blocks, which follow; -1, 0, 0 if its heads share nothing.
-        keys: [L, N * KH], int32: the pages of this step's decodes, head by head, in the order of their keys.
-            A block that is not pinned belongs to one request, so the pages always fit.
-    """
-
-    owners: Tensor
-    pages: Tensor
-    offsets: Tensor
-    rows: Tensor
-    keys: Tensor
-
-    @classmethod
-    def empty(
-        cls,
-        num_layers: int,
-        num_blocks: int,
-        num_heads: int,
-        num_slots: int,
-        max_rows: int,
-        device: torch.device | str,
-    ) -> LaneTables:
-        """Tables without requests, for L ``layers``, N ``blocks``, KH ``heads``, S slots and B rows."""
-
-        def zeros(*shape: int, of: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=of, device=device)
-
-        rows = zeros(max_rows, 3)
-        rows[:, 0] = -1
-        return cls(
-            owners=zeros(num_layers, num_blocks, num_heads, of=torch.int16),
-            pages=zeros(num_layers, num_blocks, num_heads),
-            offsets=zeros(num_layers, num_slots, num_heads + 1),
-            rows=rows,
-            keys=zeros(num_layers, num_blocks * num_heads),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory in bytes."""
-        tables = (self.owners, self.pages, self.offsets, self.rows, self.keys)
-        return sum(table.nbytes for table in tables)
-
-    def of_layer(self, layer: int) -> LayerLanes:
-        """The tables for kernels of one layer: whole, as parts would have another alignment per layer."""
-        slots, blocks = self.offsets.shape[1], self.pages.shape[1]
-        return LayerLanes(self.rows, self.offsets, self.pages, layer, slots, blocks)
-
-
-def in_layer(lanes: LaneTables | None, layer: int) -> LayerLanes:
-    """:meth:`LaneTables.of_layer`; without ``lanes``, all ``None``."""
-    return LayerLanes() if lanes is None else lanes.of_layer(layer)
 
 
 @triton.jit
@@ -118,6 +42,35 @@ def lanes_of(rows, offsets, layer, num_slots, row, head, real, KH: tl.constexpr)
     first = tl.load(at, mask=slot >= 0, other=0)
     end = tl.load(at + 1, mask=slot >= 0, other=0)
     return pinned, heavy, first, end - first
+
+
+@triton.jit
+def length_of(
+    rows, offsets, layer, num_slots, row, head, length, KH: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """For a head of a row of a live ``length``: its own, and what :func:`locate_token` needs."""
+    pinned, heavy, first, count = 0, 0, 0, 0
+    if rows is not None:
+        pinned, heavy, first, count = lanes_of(rows, offsets, layer, num_slots, row, head, True, KH)
+        length += (count - heavy) * BS
+    return length, pinned, heavy, first, count
+
+
+@triton.jit
+def locate_token(
+    table, rows, pages, layer, num_blocks, position, live, head, pinned, heavy, first, count,
+    KH: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """:func:`locate_page` in the tables of a layer; without these, :func:`.paged.locate` and the own lane."""
+    if rows is None:
+        block, slot = locate(table, position, live, BS)
+        lane = head
+    else:
+        pages += layer.to(tl.int64) * num_blocks * KH
+        block, lane, slot = locate_page(
+            table, pages, position, live, head, pinned, heavy, first, count, KH, BS
+        )  # fmt: skip
+    return block, lane, slot
 
 
 @triton.jit

@@ -4,8 +4,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import triton
 import triton.language as tl
+
+from h2o_vllm.kernels.batch import LayerBatch
+
+
+def form_of(batch: LayerBatch) -> tuple[Hashable, ...]:
+    """What of a batch decides the compiled form of a kernel, see :func:`.launching.launch`."""
+    query, keys, sinks = batch.query, batch.key_cache, batch.sinks
+    return (
+        keys.shape, keys.stride(), batch.value_cache.stride(), query.shape[1], query.stride(), keys.dtype,
+        query.dtype, batch.query_scale is None, batch.key_scale is None, batch.value_scale is None,
+        batch.softcap == 0, None if sinks is None else sinks.dtype, batch.lanes is None,
+    )  # fmt: skip
 
 
 @triton.jit

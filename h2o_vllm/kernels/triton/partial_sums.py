@@ -7,8 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from h2o_vllm.kernels.triton.lanes import LANES, lanes_of, locate_page
-from h2o_vllm.kernels.triton.paged import locate
+from h2o_vllm.kernels.triton.lanes import LANES, length_of, locate_token
 
 SUMMED_KEYS = 256
 """Keys per program."""
@@ -40,12 +39,9 @@ def add_partial_sums(
     row = tl.load(words)
     length = tl.load(seq_lens + row)
     kv_head = tl.program_id(1).to(tl.int64)
-    if lane_rows is not None:
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
-        pinned, heavy, first, count = lanes_of(
-            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
-        )  # fmt: skip
-        length += (count - heavy) * BS
+    length, pinned, heavy, first, count = length_of(
+        lane_rows, lane_offsets, layer, num_slots, row, kv_head, length, KH, BS
+    )
     first_key = tl.program_id(0) * KEYS
     if follow == 0 or first_key >= length:
         return
@@ -53,13 +49,10 @@ def add_partial_sums(
     position = first_key + tl.arange(0, KEYS)
     live = position < length
     table = block_table + row.to(tl.int64) * stride_table
-    if lane_rows is None:
-        block, slot = locate(table, position, live, BS)
-        lane = kv_head
-    else:
-        block, lane, slot = locate_page(
-            table, lane_pages, position, live, kv_head, pinned, heavy, first, count, KH, BS
-        )  # fmt: skip
+    block, lane, slot = locate_token(
+        table, lane_rows, lane_pages, layer, num_blocks, position, live, kv_head, pinned, heavy, first, count,
+        KH, BS,
+    )  # fmt: skip
     target = scores + (block * KH + lane) * BS + slot
     score = tl.load(target, mask=live)
     columns = partial + tl.load(words + FIELDS + 3) + kv_head * room + position

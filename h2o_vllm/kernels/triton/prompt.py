@@ -18,83 +18,59 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import cap_logits, cap_of, dot
-from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
+from h2o_vllm.kernels.batch import LayerBatch
+from h2o_vllm.kernels.triton.dot import LOG2E, cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.lanes import LANES, length_of, locate_token
 from h2o_vllm.kernels.triton.launching import launch
-from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.paged import form_of, load_keys
 from h2o_vllm.kernels.triton.partial_sums import SUMMED_KEYS, add_partial_sums
 from h2o_vllm.kernels.triton.segments import FIELDS, PromptSegments
 
-_LOG2E = 1.4426950408889634
 COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16}
 """Dtypes in which queries are multiplied. Others become bfloat16, which holds float8_e4m3fn exactly."""
 
 
-def add_prompt_scores(
-    query: Tensor,
-    key_cache: Tensor,
-    scores: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    lse: Tensor,
-    scale: float,
-    prompts: PromptSegments,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    softcap: float = 0.0,
-    lanes: LaneTables | None = None,
-    layer: int = 0,
-) -> None:
+def add_prompt_scores(batch: LayerBatch, lse: Tensor, prompts: PromptSegments) -> None:
     """Add the probabilities that each key receives from its row's queries. Eager.
 
-    The queries of a row are the last positions of its live sequence. There may be context before them
-    (chunked prefill, prefix-cache hit). Rows with live length 0 are skipped.
-
     Args:
-        query: [T, H, D]; may be strided along T.
-        key_cache: [N, BS, KH, D], any strides with a last one of 1. Its dtype is that of ``query``, or
-            float8_e4m3fn (then ``query`` may have either; both are multiplied in 16 bits).
-        scores: [N, KH, BS], float32, contiguous.
-        block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
-        seq_lens: [B], int32, live lengths including the chunk.
         lse: [H, T], float32, any strides: natural log of each query's softmax denominator, with sinks.
-        scale: factor on q.k before the softmax.
         prompts: the scored queries and their segments.
-        query_scale, key_scale, softcap: see :func:`.decode.attend_decode`.
-        lanes: given if the heads of a row in ``prompts`` share slots. layer: index of the cache's layer.
     """
-    shape, heads = key_cache.shape, query.shape[1]
+    query, keys, scores = batch.query, batch.key_cache, batch.scores
+    shape, heads = keys.shape, query.shape[1]
     _, block_size, kv_heads, _ = shape
-    shared = in_layer(lanes, layer)
-    of_query, of_keys = query.stride(), key_cache.stride()
+    shared = batch.layer_lanes
     # Always a tensor: ``None`` would compile another kernel.
     partial = scores if prompts.partial is None else prompts.partial
-    form = (
-        shape, of_keys, heads, of_query, key_cache.dtype, query.dtype, query_scale is None, key_scale is None,
-        softcap == 0, lanes is None,
-    )  # fmt: skip
-    constants, sums_constants = _constants(shape, heads, query.dtype, capped=bool(softcap))
-    batch = (block_table, query_start_loc, seq_lens)
-    stride_table = block_table.stride(0)
+    constants, sums_constants = _constants(shape, heads, query.dtype, capped=bool(batch.softcap))
+    rows, stride_table = (
+        (batch.block_table, batch.query_start_loc, batch.seq_lens),
+        batch.block_table.stride(0),
+    )
+    form = form_of(batch)
     for begin, end, sums in prompts.launches:
         segments = prompts.segments if len(prompts.launches) == 1 else prompts.segments[begin:end]
         grid = (-(-prompts.max_keys // constants["KEYS"]), kv_heads, end - begin)
         given = (
-            query, key_cache, scores, partial, *batch, lse, segments, query_scale, key_scale, scale * _LOG2E,
-            cap_of(softcap), *of_query[:2], *of_keys[:3], stride_table, *lse.stride(), *shared,
+            query, keys, scores, partial, *rows, lse, segments, batch.query_scale, batch.key_scale,
+            batch.scale * LOG2E, cap_of(batch.softcap), *query.stride()[:2], *keys.stride()[:3], stride_table,
+            *lse.stride(), *shared,
         )  # fmt: skip
         launch(_add_prompt_scores, grid, form, given, constants)
         if sums:
             grid = (-(-prompts.max_keys // SUMMED_KEYS), kv_heads, end - begin)
-            given = (scores, partial, block_table, seq_lens, segments, stride_table, *shared)
-            launch(
-                add_partial_sums,
-                grid,
-                (kv_heads, block_size, lanes is None),
-                given,
-                sums_constants,
+            given = (
+                scores,
+                partial,
+                batch.block_table,
+                batch.seq_lens,
+                segments,
+                stride_table,
+                *shared,
             )
+            of_sums = (kv_heads, block_size, batch.lanes is None)
+            launch(add_partial_sums, grid, of_sums, given, sums_constants)
 
 
 @cache
@@ -194,12 +170,9 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     kv_head = tl.program_id(1).to(tl.int64)
     first_key = tl.program_id(0) * KEYS
     length = tl.load(seq_lens + row)
-    if lane_rows is not None:
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
-        pinned, heavy, first, count = lanes_of(
-            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
-        )  # fmt: skip
-        length += (count - heavy) * BS
+    length, pinned, heavy, first, count = length_of(
+        lane_rows, lane_offsets, layer, num_slots, row, kv_head, length, KH, BS
+    )
     if first_key >= length:
         return
     # Live keys before the segment's first query, and live keys that its last query sees.
@@ -216,18 +189,12 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
     wide = dims < D
     live = position < seen
     table = block_table + row.to(tl.int64) * stride_table
-    keys = key_cache + dims[:, None]
-    if lane_rows is None:
-        keys = key_cache + kv_head * stride_kh + dims[:, None]
-        block, slot = locate(table, position, live, BS)
-        lane = kv_head
-        at_key = block * stride_kn + slot * stride_ks
-    else:
-        block, lane, slot = locate_page(
-            table, lane_pages, position, live, kv_head, pinned, heavy, first, count, KH, BS
-        )  # fmt: skip
-        at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
-    k = load_keys(keys, at_key, wide, live, "").to(COMPUTE)
+    block, lane, slot = locate_token(
+        table, lane_rows, lane_pages, layer, num_blocks, position, live, kv_head, pinned, heavy, first,
+        count, KH, BS,
+    )  # fmt: skip
+    at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
+    k = load_keys(key_cache + dims[:, None], at_key, wide, live, "").to(COMPUTE)
     if query_scale is not None:
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:

@@ -2,13 +2,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Attention, or its log-sum-exp alone, of rows with several queries.
 
-One kernel, two callers:
-
-* :func:`attend_shared_prompts`: of rows whose KV heads share slots. vLLM's kernels assume that a head owns
-  its lane of each block. Serves later chunks of bounded prompts, and preempted requests that compute their
-  answers again.
-* :func:`prompt_lse`: for an attention kernel that does not return it, which is vLLM's Triton backend. Takes
-  half of attention's operations: no V.
+Attention is for rows whose KV heads share slots: vLLM's kernels assume that a head owns its lane of each
+block. It serves later chunks of bounded prompts, and preempted requests that compute their answers again.
+The log-sum-exp alone is for an attention kernel that does not return it, which is vLLM's Triton backend. It
+takes half of attention's operations: no V.
 """
 
 from __future__ import annotations
@@ -21,125 +18,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.dot import add_sinks, cap_logits, cap_of, dot
-from h2o_vllm.kernels.triton.lanes import LANES, LaneTables, in_layer, lanes_of, locate_page
+from h2o_vllm.kernels.batch import LayerBatch
+from h2o_vllm.kernels.triton.dot import LOG2E, add_sinks, cap_logits, cap_of, dot
+from h2o_vllm.kernels.triton.lanes import LANES, length_of, locate_token
 from h2o_vllm.kernels.triton.launching import launch
-from h2o_vllm.kernels.triton.paged import load_keys, locate
+from h2o_vllm.kernels.triton.paged import form_of, load_keys
 from h2o_vllm.kernels.triton.prompt import COMPUTE
 
-_LOG2E = 1.4426950408889634
 
-
-def attend_shared_prompts(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    max_query_len: int,
-    rows: Tensor,
-    lanes: LaneTables,
-    layer: int,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+def attend_prompts(
+    batch: LayerBatch, rows: Tensor, max_query_len: int, lse: Tensor, out: Tensor | None = None
 ) -> None:
-    """Causal attention of some rows' queries, the last positions of their live sequences. Eager.
+    """Causal attention of the queries of some rows. Eager.
 
     Args:
-        query: [T, H, D]; may be strided along T.
-        key_cache, value_cache: see :func:`.decode.attend_decode`.
-        block_table: [B, MB], int32, without holes. query_start_loc: [B + 1], int32.
-        seq_lens: [B], int32, live lengths including the chunk, averaged over a row's heads.
-        scale: factor on q.k before the softmax.
-        out: [T, H, D], may be strided along T. lse: [H, T], float32, any strides: natural logs of the softmax
-            denominators. Queries of other rows are not written.
+        rows: [R], int32: the rows to process, each once. Of other rows nothing is written.
         max_query_len: the most queries of a listed row; a host number, it sizes the grid.
-        rows: [R], int32: the rows to process, each once.
-        lanes: the owners of lanes. layer: index of these caches' layer.
-        query_scale, key_scale, value_scale, softcap, sinks: see :func:`.decode.attend_decode`.
+        lse: [H, T], float32, any strides: natural logs of the softmax denominators.
+        out: [T, H, D], may be strided along T; ``None``: log-sum-exps alone.
     """
-    constants = _constants(key_cache.shape, query.shape[1], query.dtype)
-    _launch(
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, lse, max_query_len,
-        rows, lanes, layer, query_scale, key_scale, value_scale, softcap, sinks, constants,
-    )  # fmt: skip
-
-
-def prompt_lse(
-    query: Tensor,
-    key_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor,
-    max_query_len: int,
-    rows: Tensor,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> None:
-    """Natural log of each query's softmax denominator, for the queries of some rows. Eager.
-
-    Args:
-        key_cache: [N, BS, KH, D], any strides with a last one of 1. Its dtype is that of ``query``, or
-            float8_e4m3fn (then ``query`` may have either; both are multiplied in 16 bits).
-        out: [H, T], float32, any strides. Queries of other rows are not written.
-        All others are those of :func:`attend_shared_prompts`.
-    """
-    constants = _lse_constants(key_cache.shape, query.shape[1], query.dtype, capped=bool(softcap))
-    _launch(
-        query, key_cache, None, block_table, query_start_loc, seq_lens, scale, None, out, max_query_len,
-        rows, None, 0, query_scale, key_scale, None, softcap, sinks, constants,
-    )  # fmt: skip
-
-
-def _launch(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    out: Tensor | None,
-    lse: Tensor,
-    max_query_len: int,
-    rows: Tensor,
-    lanes: LaneTables | None,
-    layer: int,
-    query_scale: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    constants: dict[str, Any],
-) -> None:
-    """Both calls: without ``value_cache`` and ``out`` log-sum-exps alone, without ``lanes`` equal heads."""
     if rows.shape[0] == 0:
         return
-    shape, heads = key_cache.shape, query.shape[1]
-    of_query, of_keys = query.stride()[:2], key_cache.stride()[:3]
-    of_values = (None, None, None) if value_cache is None else value_cache.stride()[:3]
-    of_out = (None, None) if out is None else out.stride()[:2]
-    form = (
-        shape, of_keys, of_values, heads, query.stride(), of_out, key_cache.dtype, query.dtype,
-        None if out is None else out.dtype, query_scale is None, key_scale is None, value_scale is None,
-        softcap == 0, None if sinks is None else sinks.dtype, lanes is None,
-    )  # fmt: skip
+    query, keys = batch.query, batch.key_cache
+    shape, heads = keys.shape, query.shape[1]
+    if out is None:
+        values, value_scale = None, None
+        strides: tuple[int | None, ...] = (None,) * 5
+        constants = _lse_constants(shape, heads, query.dtype, capped=bool(batch.softcap))
+    else:
+        values, value_scale = batch.value_cache, batch.value_scale
+        strides = (*values.stride()[:3], *out.stride()[:2])
+        constants = _constants(shape, heads, query.dtype)
+    form = (*form_of(batch), *strides, None if out is None else out.dtype)
     tiles = triton.cdiv(max_query_len * constants["G"], constants["QUERIES"])
     given = (
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, lse, rows, query_scale,
-        key_scale, value_scale, scale * _LOG2E, cap_of(softcap), sinks, *of_query, *of_keys, *of_values,
-        block_table.stride(0), *of_out, *lse.stride(), *in_layer(lanes, layer),
+        query, keys, values, batch.block_table, batch.query_start_loc, batch.seq_lens, out, lse, rows,
+        batch.query_scale, batch.key_scale, value_scale, batch.scale * LOG2E, cap_of(batch.softcap),
+        batch.sinks, *query.stride()[:2], *keys.stride()[:3], *strides[:3], batch.block_table.stride(0),
+        *strides[3:], *lse.stride(), *batch.layer_lanes,
     )  # fmt: skip
     launch(_attend_prompts, (tiles, shape[2], rows.shape[0]), form, given, constants)
 
@@ -230,12 +146,9 @@ def _attend_prompts(  # noqa: PLR0915 - one kernel, in the order of what it does
     if first_pair >= tokens * G:
         return
     length = tl.load(seq_lens + row)
-    if lane_rows is not None:
-        lane_pages += layer.to(tl.int64) * num_blocks * KH
-        pinned, heavy, first, count = lanes_of(
-            lane_rows, lane_offsets, layer, num_slots, row, kv_head, True, KH
-        )  # fmt: skip
-        length += (count - heavy) * BS
+    length, pinned, heavy, first, count = length_of(
+        lane_rows, lane_offsets, layer, num_slots, row, kv_head, length, KH, BS
+    )
     pair = first_pair + tl.arange(0, QUERIES)
     real = pair < tokens * G
     token = pair // G
@@ -260,21 +173,15 @@ def _attend_prompts(  # noqa: PLR0915 - one kernel, in the order of what it does
     if value_cache is not None:
         acc = tl.zeros([QUERIES, DP], tl.float32)
     table = block_table + row.to(tl.int64) * stride_table
-    keys = key_cache + dims[:, None]
-    if lane_rows is None:
-        keys += kv_head * stride_kh
     for first_key in range(0, seen, KEYS):
         key = first_key + tl.arange(0, KEYS)
         live = key < seen
-        if lane_rows is None:
-            block, slot = locate(table, key, live, BS)
-            at_key = block * stride_kn + slot * stride_ks
-        else:
-            block, lane, slot = locate_page(
-                table, lane_pages, key, live, kv_head, pinned, heavy, first, count, KH, BS
-            )  # fmt: skip
-            at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
-        k = load_keys(keys, at_key, wide, live, "")
+        block, lane, slot = locate_token(
+            table, lane_rows, lane_pages, layer, num_blocks, key, live, kv_head, pinned, heavy, first, count,
+            KH, BS,
+        )  # fmt: skip
+        at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
+        k = load_keys(key_cache + dims[:, None], at_key, wide, live, "")
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
         # Each pair sees a key of the first tile: from then on the maximum is finite.

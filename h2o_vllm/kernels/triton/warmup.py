@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_vllm.kernels.batch import LaneTables, LayerBatch
 from h2o_vllm.kernels.triton.compact import CHUNKS, compact
 from h2o_vllm.kernels.triton.decode import attend_decode
 from h2o_vllm.kernels.triton.evictions import Evictions, KVLayers
-from h2o_vllm.kernels.triton.lanes import LaneTables
 from h2o_vllm.kernels.triton.prompt import add_prompt_scores
-from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
+from h2o_vllm.kernels.triton.prompt_attention import attend_prompts
 from h2o_vllm.kernels.triton.reset import reset_scores
 from h2o_vllm.kernels.triton.segments import SHORTEST, PromptSegments
 from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
@@ -23,9 +23,7 @@ def warm_up(
     workspace: DecodeWorkspace,
     query: Tensor,
     out: Tensor,
-    query_scale: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     lanes: LaneTables | None = None,
@@ -39,29 +37,30 @@ def warm_up(
     Args:
         scores: [L, N, KH, BS].
         query, out: [at least 2, H, D], with the dtypes and strides of serving. Not written.
-        query_scale, key_scale, value_scale, softcap, sinks: given exactly if serving gives them.
+        scales, softcap, sinks: see :class:`.LayerBatch`; given exactly if serving gives them.
         lanes: given exactly if heads may share slots. It must hold no request.
     """
     device, block_size = scores.device, scores.shape[3]
-    key, value = layers.key_caches[0], layers.value_caches[0]
     starts = torch.tensor([0, 2], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    scales = (query_scale, key_scale)
-    forms = (None,) if lanes is None else (None, lanes)
-    for shared in forms:
-        workspace.plan(starts, nothing, nothing, shared, table, block_size)
-        attend_decode(
-            query, key, value, scores[0], table, 1.0, out, workspace, *scales, value_scale, softcap,
-            sinks, shared,
-        )  # fmt: skip
+    caches = (layers.key_caches[0], layers.value_caches[0])
+    batch = LayerBatch(
+        query, *caches, scores[0], table, starts, nothing, 1.0, *scales, softcap, sinks
+    )
     lse = torch.zeros(query.shape[1], 2, device=device)
     # Two positions with a cut between them, for both launches of sums.
     rows = ([0], [0], [2], [SHORTEST + 1], [block_size])
     prompts = PromptSegments.cut(*rows, scores.shape[2], device)
-    given = (query, key, scores[0], table, starts, nothing, lse, 1.0, prompts)
-    for shared in forms:
-        add_prompt_scores(*given, *scales, softcap=softcap, lanes=shared)
+    # A row without queries.
+    none = batch._replace(query_start_loc=starts * 0)
+    for shared in (None,) if lanes is None else (None, lanes):
+        workspace.plan(starts, nothing, nothing, shared, table, block_size)
+        attend_decode(batch._replace(lanes=shared), out, workspace)
+        add_prompt_scores(batch._replace(lanes=shared), lse, prompts)
+        attend_prompts(
+            none._replace(lanes=shared), nothing, 1, lse, None if shared is None else out
+        )
     padding = torch.full((1,), -1, dtype=torch.int64, device=device)
     reset_scores(scores, padding)
     # With the layout of Evictions.pack, as alignment matters.
@@ -72,8 +71,4 @@ def warm_up(
         heavy = max(1, candidates // block_size - 1)
         compact(layers, scores, Evictions(packed[:, 4:], packed[:, :3], heavy, 1))
     if lanes is not None:
-        attend_shared_prompts(
-            query, key, value, table, starts * 0, nothing, 1.0, out, lse, 1, nothing, lanes, 0, *scales,
-            value_scale, softcap, sinks,
-        )  # fmt: skip
         compact(layers, scores, Evictions(packed[:, 4:], packed[:, :3], 1, 1), lanes)

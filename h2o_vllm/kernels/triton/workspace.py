@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.lanes import LaneTables, LayerLanes, list_keys
+from h2o_vllm.kernels.batch import LaneTables, LayerLanes
+from h2o_vllm.kernels.triton.lanes import list_keys
 from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.plan import FIELDS, HEAD_FIELDS, plan_pieces
 from h2o_vllm.kernels.triton.tables import PINNED

@@ -13,6 +13,7 @@ from h2o_vllm.engine.cuda import warmup
 from h2o_vllm.engine.cuda.warmup import check_launches, warm_up
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import triton as kernels
+from h2o_vllm.kernels.triton import warmup as kernel_warmup
 from tests.engine.cuda.fake_gpu import fake_gpu
 from tests.engine.cuda.fake_kernels import FP8
 from tests.engine.cuda.fake_model import HEADS, SCALES, SIZE
@@ -24,14 +25,15 @@ def test_warming_up_leaves_no_trace(
     model_dir: str, monkeypatch: pytest.MonkeyPatch, base: str, kv_dtype: str
 ) -> None:
     seen = []
-    stock = kernels.prompt_lse
+    stock = kernel_warmup.attend_prompts
 
-    def prompt_lse(query: torch.Tensor, *args: Any) -> None:
-        seen.append((query.dtype, query.shape, [one is not None for one in args[8:10]]))
-        stock(query, *args)
+    def attend_prompts(batch: kernels.LayerBatch, *args: Any) -> None:
+        scales = (batch.query_scale, batch.key_scale)
+        seen.append((batch.query.dtype, batch.query.shape, [one is not None for one in scales]))
+        stock(batch, *args)
 
     with fake_gpu(model_dir, 20, base, kv_dtype) as (_, gpu):
-        monkeypatch.setattr(kernels, "prompt_lse", prompt_lse)
+        monkeypatch.setattr(kernel_warmup, "attend_prompts", attend_prompts)
         scales = {name: torch.tensor(scale) for name, scale in SCALES.items()}
         layer = SimpleNamespace(impl=gpu.impls[0], kv_cache=gpu.kv[0], **scales)
         before = [cache.view(torch.uint8).clone() for cache in gpu.kv]
@@ -40,7 +42,7 @@ def test_warming_up_leaves_no_trace(
             assert torch.equal(cache.view(torch.uint8), old)
         assert not gpu.state.scores.any()
     fp8 = kv_dtype == "fp8"
-    assert seen == [(FP8 if fp8 else torch.float32, (2, HEADS, SIZE), [fp8, fp8])]
+    assert seen == 2 * [(FP8 if fp8 else torch.float32, (2, HEADS, SIZE), [fp8, fp8])]
 
 
 def test_our_launch_is_compared_with_tritons_before_it_serves(

@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from h2o_vllm.kernels import reference
+from h2o_vllm.kernels.batch import LayerBatch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAN = float("nan")
@@ -51,11 +53,14 @@ class Batch:
         dtype = torch.bfloat16 if self.query.element_size() == 1 else self.query.dtype
         return torch.full(self.query.shape, NAN, dtype=dtype, device=self.query.device)
 
-    @property
-    def device_scales(self) -> list[Tensor | None]:
-        """As the kernels take them: left out if they are 1."""
+    def given(self, scores: Tensor, lanes: Any = None, layer: int = 0) -> LayerBatch:
+        """As the kernels take it, with scales left out if they are 1."""
         device = self.query.device
-        return [None if s == 1 else torch.tensor(s, device=device) for s in self.scales]
+        scales = [None if s == 1 else torch.tensor(s, device=device) for s in self.scales]
+        return LayerBatch(
+            self.query, self.key_cache, self.value_cache, scores, self.block_table, self.query_start_loc,
+            self.seq_lens, self.scale, *scales, self.softcap, self.sinks, lanes, layer,
+        )  # fmt: skip
 
     @property
     def flags(self) -> Tensor:
@@ -195,33 +200,19 @@ def assert_no_worse(got: Tensor, exact: Tensor, plain: Tensor, floor: float) -> 
 def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     """Output and scores of the rows with one query, by the reference."""
     out, scores = batch.out(), batch.scores.clone()
-    reference.attend_decode(
-        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table,
-        batch.query_start_loc, batch.seq_lens, batch.logit_scale, out, batch.scales[2],
-        softcap=batch.softcap, sinks=batch.sinks,
-    )  # fmt: skip
+    reference.attend_decode(batch.given(scores), out)
     return out, scores
 
 
 def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
-    scores = batch.scores.clone()
-    given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-    softmax = (batch.softcap, batch.sinks)
+    given = batch.given(batch.scores.clone())
     lse = torch.full_like(batch.query[..., 0].T, torch.nan, dtype=torch.float32)
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        tokens = slice(*batch.query_start_loc[row : row + 2].tolist())
-        if length > 0 and tokens.stop > tokens.start:
-            caches = (batch.key_cache, batch.key_cache)
-            where = reference.live_slots(batch.block_table[row], length, batch.key_cache.shape[1])
-            *_, sums = reference.attend(
-                batch.query[tokens], *caches, where, batch.logit_scale, *softmax
-            )
-            lse[:, tokens] = sums.flatten(1).T.float()
-    reference.add_prompt_scores(
-        batch.query, batch.key_cache, scores, *given, batch.logit_scale, scored_from, *softmax
-    )  # fmt: skip
-    return lse, scores
+    for _, tokens, where in reference.live_rows(given):
+        *_, sums = reference.attend_row(given, tokens, where)
+        lse[:, tokens] = sums.flatten(1).T.float()
+    reference.add_prompt_scores(given, scored_from)
+    return lse, given.scores
 
 
 def lend(batch: Batch, owner: int, other: int, blocks: int) -> Batch:

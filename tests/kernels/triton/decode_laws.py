@@ -34,10 +34,7 @@ def decode(
 ) -> None:
     workspace = workspace or workspace_for(batch)
     workspace.plan(batch.query_start_loc, batch.seq_lens, batch.flags)
-    attend_decode(
-        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
-        out, workspace, *batch.device_scales, batch.softcap, batch.sinks,
-    )  # fmt: skip
+    attend_decode(batch.given(scores), out, workspace)
 
 
 def check_decode(batch: Batch, workspace: DecodeWorkspace | None = None) -> None:

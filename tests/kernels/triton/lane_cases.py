@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton.lanes import LaneTables
+from h2o_vllm.kernels.batch import LaneTables
 from tests.kernels.triton.cases import Batch, on_pages, random_owners
 
 NOWHERE = -(2**30)

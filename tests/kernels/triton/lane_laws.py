@@ -20,7 +20,7 @@ from h2o_vllm.kernels.triton import (
     attend_decode,
 )
 from h2o_vllm.kernels.triton.lanes import EVERYWHERE, LaneTables
-from h2o_vllm.kernels.triton.prompt_attention import attend_shared_prompts
+from h2o_vllm.kernels.triton.prompt_attention import attend_prompts
 from tests.kernels.triton.cases import (
     Batch,
     assert_no_worse,
@@ -54,10 +54,7 @@ def decode_lanes(
     batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace, layer: int, out: Tensor, scores: Tensor
 ) -> None:  # fmt: skip
     """One layer of what is planned."""
-    attend_decode(
-        batch.query, batch.key_cache, batch.value_cache, scores, batch.block_table, batch.scale,
-        out, workspace, *batch.device_scales, batch.softcap, batch.sinks, lanes, layer,
-    )  # fmt: skip
+    attend_decode(batch.given(scores, lanes, layer), out, workspace)
 
 
 @dataclass
@@ -194,19 +191,14 @@ def lane_segments(
 
 def _expected_chunks(batch: Batch, lanes: LaneTables, layer: int, rows: list[int]) -> _Expected:
     want = _Expected.nothing(batch, batch.out().double())
-    starts = batch.query_start_loc.tolist()
     for queries, alone in heads_apart(batch, lanes, layer, want.scores):
         scores = alone.scores.clone()
-        for row in rows:
-            tokens = slice(starts[row], starts[row + 1])
-            where = reference.live_slots(
-                alone.block_table[row], int(alone.seq_lens[row]), alone.key_cache.shape[1]
-            )
-            prob, out, lse = reference.attend(
-                alone.query[tokens], alone.key_cache, alone.value_cache, where,
-                alone.logit_scale, alone.softcap, alone.sinks,
-            )  # fmt: skip
-            want.out[tokens, queries] = out * batch.scales[2]
+        given = alone.given(scores)
+        for row, tokens, where in reference.live_rows(given):
+            if row not in rows:
+                continue
+            prob, out, lse = reference.attend_row(given, tokens, where)
+            want.out[tokens, queries] = out
             want.lse[queries, tokens] = lse.flatten(1).T.float()
             reference.add_probabilities(scores, where, prob)
         want.set_scores(alone, queries, scores)
@@ -221,20 +213,13 @@ def check_lane_chunks(batch: Batch, lanes: LaneTables) -> None:
     for layer in range(len(lanes.pages)):
         out, scores = batch.out(), batch.scores.clone()
         lse = torch.full((batch.query.shape[1], len(batch.query)), float("nan"), device=device)
-        given = (batch.block_table, batch.query_start_loc, batch.seq_lens)
-        attend_shared_prompts(
-            batch.query, batch.key_cache, batch.value_cache, *given, batch.scale, out, lse,
-            max(batch.lengths[row][1] for row in rows),
-            torch.tensor(rows, dtype=torch.int32, device=device), lanes, layer, *batch.device_scales,
-            batch.softcap, batch.sinks,
-        )  # fmt: skip
+        given = batch.given(scores, lanes, layer)
+        listed = torch.tensor(rows, dtype=torch.int32, device=device)
+        attend_prompts(given, listed, max(batch.lengths[row][1] for row in rows), lse, out)
         prompts = lane_segments(batch, lanes, rows)
         if prompts.partial is not None:
             prompts.partial.fill_(float("nan"))
-        add_prompt_scores(
-            batch.query, batch.key_cache, scores, *given, lse, batch.scale, prompts,
-            *batch.device_scales[:2], batch.softcap, lanes, layer,
-        )  # fmt: skip
+        add_prompt_scores(given, lse, prompts)
         want = _expected_chunks(batch, lanes, layer, rows)
         low = out.dtype != torch.float32
         want.check_out(out, asked, 2e-3 if low else 4e-6)

@@ -46,10 +46,7 @@ def segments_of(
 def add_scores(batch: Batch, scores: Tensor, lse: Tensor, prompts: PromptSegments) -> None:
     if prompts.partial is not None:
         prompts.partial.fill_(float("nan"))
-    add_prompt_scores(
-        batch.query, batch.key_cache, scores, batch.block_table, batch.query_start_loc, batch.seq_lens,
-        lse, batch.scale, prompts, *batch.device_scales[:2], batch.softcap,
-    )  # fmt: skip
+    add_prompt_scores(batch.given(scores), lse, prompts)
 
 
 def check_prompt(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_vllm.kernels.triton import prompt_lse
+from h2o_vllm.kernels.triton import attend_prompts
 from tests.kernels.triton.cases import DTYPES, Batch, exact_prompt, make_batch, shapes
 
 ALL = shapes((1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"))
@@ -18,12 +18,9 @@ def check_lse(batch: Batch, rows: list[int], transposed: bool = False) -> None:
     out = torch.full_like(want, float("nan"))
     if transposed:
         out = out.T.contiguous().T
-    prompt_lse(
-        batch.query, batch.key_cache, batch.block_table, batch.query_start_loc, batch.seq_lens,
-        batch.scale, out, max(count for _, count in batch.lengths),
-        torch.tensor(rows, dtype=torch.int32, device=out.device), *batch.device_scales[:2],
-        batch.softcap, batch.sinks,
-    )  # fmt: skip
+    asked_rows = torch.tensor(rows, dtype=torch.int32, device=out.device)
+    longest = max(count for _, count in batch.lengths)
+    attend_prompts(batch.given(batch.scores), asked_rows, longest, out)
     starts = batch.query_start_loc.tolist()
     asked = torch.zeros(out.shape[1], dtype=torch.bool)
     for row in rows:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.cudagraph_utils import (
@@ -130,11 +131,6 @@ class H2OModelRunner(GPUModelRunner):
         """As the base class, also when it profiles memory: so it counts the graphs of all variants."""
         super().initialize_kv_cache(*args, **kwargs)
         stock = self.cudagraph_manager
-        self.cudagraph_manager = VariantGraphManager(
-            self.step_variant,
-            stock.vllm_config,
-            stock.device,
-            stock.cudagraph_mode,
-            decode_query_len=stock.decode_query_len,
-            lora_capture_cases=stock.lora_capture_cases,
-        )
+        # By name, so that ours lacks nothing that the runner gives vLLM's.
+        given = {name: getattr(stock, name) for name in signature(ModelCudaGraphManager).parameters}
+        self.cudagraph_manager = VariantGraphManager(self.step_variant, **given)

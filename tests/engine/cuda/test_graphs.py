@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from h2o_vllm.config.keys import CONFIG_KEY
@@ -139,6 +144,25 @@ def test_the_runner_captures_for_the_servers_default_policy(
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
         assert runner.step_variant.captured == captured_by(policy, "equal" if ranks == 1 else None)
+
+
+def test_our_manager_gets_all_that_vllms_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {name: object() for name in signature(ModelCudaGraphManager).parameters}
+    assert {"varlen_decode", "ubatch_runner"} < given.keys()
+    runner: Any = object.__new__(H2OModelRunner)
+    runner.step_variant = StepVariant()
+
+    def initialize(self: Any, config: object) -> None:
+        self.cudagraph_manager = SimpleNamespace(**given)
+
+    monkeypatch.setattr(GPUModelRunner, "initialize_kv_cache", initialize)
+    monkeypatch.setattr(
+        VariantGraphManager,
+        "__init__",
+        lambda self, *of, **named: vars(self).update(of=of, **named),
+    )
+    runner.initialize_kv_cache(object())
+    assert vars(runner.cudagraph_manager) == {"of": (runner.step_variant,), **given}
 
 
 def test_entries_of_a_table_are_staged_in_runs() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_vllm.kernels.cpu import reference
-from h2o_vllm.kernels.cpu.batch import PagedBatch, key_value_views
+from h2o_vllm.kernels.cpu.batch import Lanes, PagedBatch, key_value_views
 from tests.kernels.triton import cases
 
 
@@ -55,42 +55,61 @@ def make_batch(
     return Batch(**{**vars(made), **views})
 
 
-def check(batch: Batch, out: Tensor, scores: Tensor, scored: int | None = None) -> None:
-    """Output and scores against the reference. Only the first ``scored`` rows may have changed their scores;
-    by default all."""
+def by_torch(batch: Batch, lanes: Lanes | None = None) -> tuple[Tensor, Tensor]:
+    """As :func:`.cases.plain_torch`, where heads of some rows may share slots."""
+    if lanes is None:
+        return cases.plain_torch(batch)
+    out, scores = batch.out(), batch.scores.clone()
+    _, heads, block_size = scores.shape
+
+    def pages(head: int, row: int) -> tuple[list[int], int]:
+        length, place = int(batch.seq_lens[row]), int(lanes.rows[row])
+        mine = batch.block_table[row, : -(-length // block_size)] * heads + head
+        if place < 0:
+            return mine.tolist(), length
+        count, heavy = int(lanes.counts[place, head]), int(lanes.heavy[place])
+        listed = lanes.pages[place, head, :count]
+        return [*listed.tolist(), *mine[heavy:].tolist()], length + (count - heavy) * block_size
+
+    for queries, alone in cases.on_pages(batch, pages, scores):
+        out[:, queries], found = cases.plain_torch(alone)
+        alone.scores.copy_(found)
+    return out, scores
+
+
+def attend(
+    impl: ModuleType, batch: Batch, scored: int | None = None, lanes: Lanes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and scores; of decodes where each row has one query."""
+    out, scores = batch.out(), batch.scores.clone()
+    decodes = len(batch.query) == len(batch.rows)
+    starts = batch.rows if decodes else batch.query_start_loc
+    call = impl.attend_decode if decodes else impl.attend_prompt
+    paged = batch.paged(scores)._replace(lanes=lanes)
+    call(paged, starts, batch.rows, batch.scale, out, scored, **batch.softmax)
+    return out, scores
+
+
+def check_attention(
+    impl: ModuleType, batch: Batch, scored: int | None = None, lanes: Lanes | None = None
+) -> None:
+    """Output and scores equal the reference's. Only the first ``scored`` rows may change their scores; by
+    default all."""
+    out, scores = attend(impl, batch, scored, lanes)
     exact, exact_scores = batch.out(), batch.scores.clone()
+    paged = batch.paged(exact_scores)._replace(lanes=lanes)
     arguments = (batch.query_start_loc, batch.rows, batch.scale, exact)
-    reference.attend_prompt(batch.paged(exact_scores), *arguments, **batch.softmax)
-    plain, plain_scores = cases.plain_torch(batch)
+    reference.attend_prompt(paged, *arguments, **batch.softmax)
+    plain, plain_scores = by_torch(batch, lanes)
     for row in batch.rows.tolist()[len(batch.rows) if scored is None else scored :]:
         mine = batch.block_table[row, : -(-int(batch.seq_lens[row]) // batch.kv_cache.shape[2])]
         assert torch.equal(scores[mine].nan_to_num(-1), batch.scores[mine].nan_to_num(-1))
         exact_scores[mine] = plain_scores[mine] = batch.scores[mine]
     # What the exact value loses by being stored in this dtype is nobody's fault.
     cases.assert_no_worse(out, exact, plain, 4e-6 if out.dtype == torch.float32 else 1e-3)
-    cases.assert_no_worse(
-        batch.used_scores(scores), batch.used_scores(exact_scores),
-        batch.used_scores(plain_scores), 2e-5,
-    )  # fmt: skip
-    assert torch.equal(
-        scores[batch.poisoned].isnan(), torch.ones_like(scores[batch.poisoned], dtype=torch.bool)
-    )
-
-
-def check_decode(impl: ModuleType, batch: Batch, scored: int | None = None) -> None:
-    """Attention of one query per row; see :func:`check`."""
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.rows, batch.rows, batch.scale, out, scored)
-    impl.attend_decode(batch.paged(scores), *arguments, **batch.softmax)
-    check(batch, out, scores, scored)
-
-
-def check_prompt(impl: ModuleType, batch: Batch, scored: int | None = None) -> None:
-    """Attention of several queries per row; see :func:`check`."""
-    out, scores = batch.out(), batch.scores.clone()
-    arguments = (batch.query_start_loc, batch.rows, batch.scale)
-    impl.attend_prompt(batch.paged(scores), *arguments, out, scored, **batch.softmax)
-    check(batch, out, scores, scored)
+    used = (batch.used_scores(one) for one in (scores, exact_scores, plain_scores))
+    cases.assert_no_worse(*used, 2e-5)
+    assert scores[batch.poisoned].isnan().all()
 
 
 def attended_by_vllm(batch: Batch) -> Tensor:

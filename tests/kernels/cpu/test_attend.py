@@ -16,8 +16,7 @@ from h2o_vllm.kernels.cpu import reference
 from tests.kernels.cpu.cases import (
     Batch,
     attended_by_vllm,
-    check_decode,
-    check_prompt,
+    check_attention,
     make_batch,
 )
 from tests.kernels.triton.cases import assert_no_worse
@@ -59,9 +58,9 @@ def test_odd_shapes_equal_the_reference(
     impl: ModuleType, group: int, size: int, block_size: int, dtype: torch.dtype
 ) -> None:
     shape = {"group": group, "size": size, "block_size": block_size, "dtype": dtype}
-    check_decode(impl, make_batch(LENGTHS[block_size], strided=True, **shape))
+    check_attention(impl, make_batch(LENGTHS[block_size], strided=True, **shape))
     for scored in (None, 0):
-        check_prompt(impl, make_batch([70, 129, 300], [70, 129, 55], **shape), scored)
+        check_attention(impl, make_batch([70, 129, 300], [70, 129, 55], **shape), scored)
 
 
 def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
@@ -91,7 +90,7 @@ def test_decode_touches_listed_rows_only(impl: ModuleType) -> None:
 def test_prompts_equal_the_reference(
     impl: ModuleType, lengths: list[int], queries: list[int], dtype: torch.dtype
 ) -> None:
-    check_prompt(impl, make_batch(lengths, queries, dtype=dtype, strided=True))
+    check_attention(impl, make_batch(lengths, queries, dtype=dtype, strided=True))
 
 
 def test_the_reference_is_as_good_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,16 +134,16 @@ def test_rows_shared_by_threads_equal_the_reference(
 ) -> None:
     """Decodes, and chunks that end in the midst of a run of keys, of a block and of a vector."""
     decodes = make_batch([2047, 2048, 1, 5000, 700], dtype=dtype, strided=True)
-    check_decode(impl, with_softmax(decodes, *softmax), scored)
+    check_attention(impl, with_softmax(decodes, *softmax), scored)
     lengths, queries = [500, 40, 1100, 257, 31], [400, 40, 300, 2, 31]
     chunks = make_batch(lengths, queries, dtype=dtype, strided=True)
-    check_prompt(impl, with_softmax(chunks, *softmax), scored)
+    check_attention(impl, with_softmax(chunks, *softmax), scored)
 
 
 @pytest.mark.parametrize("spread", [0.0, 30.0, 3000.0])
 def test_a_cap_holds_logits_of_any_size(impl: ModuleType, spread: float) -> None:
     """Far beyond the cap, where tanh is 1, and at 0."""
-    check_decode(impl, with_softmax(make_batch([700, 65], spread=spread), 30.0, False))
+    check_attention(impl, with_softmax(make_batch([700, 65], spread=spread), 30.0, False))
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
@@ -156,7 +155,7 @@ def test_attention_of_few_queries_equals_the_reference(
     """Those that verify drafts: up to 8, 16, 32 rows and more, at borders of blocks and of runs of keys."""
     lengths, queries = [2100, 1024, 1027, 40, 5, 33, 3073], [5, 1, 4, 2, 5, 11, 8]
     batch = make_batch(lengths, queries, group=group, dtype=dtype, strided=True)
-    check_prompt(impl, batch, 0)
+    check_attention(impl, batch, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -165,9 +164,9 @@ def test_attention_survives_flat_and_peaked_softmax(
     impl: ModuleType, spread: float, dtype: torch.dtype
 ) -> None:
     """Peaked: the maximum moves from run to run, by more than float32 can hold as a factor."""
-    check_decode(impl, make_batch([700, 65], dtype=dtype, spread=spread))
+    check_attention(impl, make_batch([700, 65], dtype=dtype, spread=spread))
     batch = make_batch([1500, 600, 2100], [200, 600, 4], spread=spread, dtype=dtype)
-    check_prompt(impl, batch, 0)
+    check_attention(impl, batch, 0)
 
 
 @pytest.mark.alone

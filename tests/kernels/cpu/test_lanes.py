@@ -8,14 +8,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from h2o_vllm.kernels.cpu import reference
 from h2o_vllm.kernels.cpu.batch import Lanes
 from h2o_vllm.kernels.lanes import own_lanes
-from tests.kernels.cpu.cases import Batch, make_batch
+from tests.kernels.cpu.cases import Batch, attend, by_torch, check_attention, make_batch
 from tests.kernels.cpu.test_attend import DTYPES
-from tests.kernels.triton.cases import assert_no_worse, bits, on_pages, plain_torch, random_owners
+from tests.kernels.triton.cases import bits, random_owners
 
 SHAPES = [(1, 64, 32), (3, 64, 16), (4, 80, 16), (7, 96, 32), (8, 128, 128)]
 """group, head size, block size"""
@@ -44,57 +43,10 @@ def lanes_of(batch: Batch, heavy: list[int], *, own: bool = False) -> Lanes:
     return Lanes(rows, pages, counts, blocks)
 
 
-def plain(batch: Batch, lanes: Lanes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output and scores of all rows as plain torch has them, computed in ``dtype``."""
-    batch = dataclasses.replace(batch, query=batch.query.to(dtype))
-    out, scores = batch.out(), batch.scores.clone()
-    _, heads, block_size = scores.shape
-
-    def pages(head: int, row: int) -> tuple[list[int], int]:
-        length, place = int(batch.seq_lens[row]), int(lanes.rows[row])
-        mine = batch.block_table[row, : -(-length // block_size)] * heads + head
-        if place < 0:
-            return mine.tolist(), length
-        count, heavy = int(lanes.counts[place, head]), int(lanes.heavy[place])
-        listed = lanes.pages[place, head, :count]
-        return [*listed.tolist(), *mine[heavy:].tolist()], length + (count - heavy) * block_size
-
-    for queries, alone in on_pages(batch, pages, scores):
-        out[:, queries], found = plain_torch(alone)
-        alone.scores.copy_(found)
-    return out, scores
-
-
-def check(batch: Batch, lanes: Lanes, out: Tensor, scores: Tensor | None) -> None:
-    exact, exact_scores = plain(batch, lanes, torch.float64)
-    rough, rough_scores = plain(batch, lanes, batch.query.dtype)
-    assert_no_worse(out, exact, rough, 4e-6 if out.dtype == torch.float32 else 1e-3)
-    if scores is None:
-        return
-    used = (batch.used_scores(one) for one in (scores, exact_scores, rough_scores))
-    assert_no_worse(*used, 2e-5)
-    assert scores[batch.poisoned].isnan().all()
-
-
-def attend(
-    impl: ModuleType, batch: Batch, lanes: Lanes | None, scored: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Output and scores; of decodes where each row has one query."""
-    out, scores = batch.out(), batch.scores.clone()
-    paged = batch.paged(scores)._replace(lanes=lanes)
-    decodes = len(batch.query) == len(batch.rows)
-    starts = batch.rows if decodes else batch.query_start_loc
-    call = impl.attend_decode if decodes else impl.attend_prompt
-    call(paged, starts, batch.rows, batch.scale, out, scored, **batch.softmax)
-    return out, scores
-
-
 def check_all(impl: ModuleType, batch: Batch, lanes: Lanes) -> None:
     """Scored and unscored."""
-    check(batch, lanes, *attend(impl, batch, lanes))
-    out, scores = attend(impl, batch, lanes, 0)
-    check(batch, lanes, out, None)
-    assert torch.equal(bits(scores), bits(batch.scores))
+    for scored in (None, 0):
+        check_attention(impl, batch, scored, lanes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +84,11 @@ def test_soft_caps_and_sinks_are_those_of_each_head(impl: ModuleType) -> None:
 def test_the_reference_equals_plain_torch() -> None:
     batch = make_batch([200, 90, 70], [60, 1, 5], kv_heads=HEADS)
     lanes = lanes_of(batch, [4, 2, 0])
-    check(batch, lanes, *attend(reference, batch, lanes))
+    exact = dataclasses.replace(batch, query=batch.query.double())
+    for ours, theirs in zip(
+        attend(reference, exact, lanes=lanes), by_torch(exact, lanes), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
@@ -142,7 +98,7 @@ def test_lanes_that_are_everybodys_own_change_no_bit(
 ) -> None:
     batch = make_batch([2500, 70, 600], queries, kv_heads=HEADS, dtype=torch.bfloat16)
     own = lanes_of(batch, [50, 2, 9], own=True)
-    for ours, theirs in zip(attend(impl, batch, None), attend(impl, batch, own), strict=True):
+    for ours, theirs in zip(attend(impl, batch), attend(impl, batch, lanes=own), strict=True):
         assert torch.equal(bits(ours), bits(theirs))
 
 

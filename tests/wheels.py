@@ -27,7 +27,7 @@ def build(folder: Path, what: str, **environment: str) -> tuple[Path, str]:
     code = f"import setuptools.build_meta as b; print(b.build_{what}('.'))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False,
-        env=os.environ | {"H2O_CPU_BUILD": ""} | environment,
+        env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr

@@ -4,11 +4,7 @@
 Runs in the worker. Never imports vLLM. :mod:`~h2o_vllm.kernels.cpu.cpp` (C++) is what serves;
 :mod:`~h2o_vllm.kernels.cpu.reference` (plain torch, slow) is the contract and the truth, and steps in, in
 float32 and with a warning, where there is neither a prebuilt library nor a compiler. The choice is made once
-per process, at the first call or by :func:`load`. Environment variables:
-
-* ``H2O_CPU_KERNEL=cpp|reference`` overrides the choice.
-* ``H2O_CPU_BUILD=source`` builds the C++ kernels for this very CPU instead of loading what the wheel carries
-  (see :mod:`~h2o_vllm.kernels.cpu.build`); set while a wheel is built, it leaves the libraries out of it.
+per process, at the first call or by :func:`load`; ``H2O_CPU_KERNEL=cpp|reference`` overrides it.
 
 Rows that share a block add to the same slots: with several threads, in no fixed order, and one may lose what
 another adds.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the library that the wheel carries for this CPU, or compile ``csrc/`` for this very machine, once.
 
-Runs in the worker. Imports the standard library and :mod:`h2o_vllm.errors`. ``wheel.py`` puts libraries into
+Runs in the worker. Imports the standard library. ``wheel.py`` puts libraries into
 wheels (see :func:`.toolchain.build_levels`); a checkout and an editable install have none. What is compiled
 here goes into the user's cache directory under a name that says what it was built from: sources, compiler,
 flags, CPU. It is written under a temporary name and renamed, so processes that build at the same time cannot
@@ -21,7 +21,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import toolchain
 
 # Below "vllm", so that vLLM's logging configuration applies where there is one.
@@ -32,13 +31,9 @@ def load() -> ctypes.CDLL:
     """The library, with the process's OpenMP.
 
     Raises:
-        ConfigError: ``H2O_CPU_BUILD`` is something else than ``source``.
         OSError: it has to be compiled and cannot be; the message says why.
     """
-    wanted = os.environ.get("H2O_CPU_BUILD") or None
-    if wanted not in (None, "source"):
-        raise ConfigError(f"H2O_CPU_BUILD must be source or unset, got {wanted!r}")
-    carried = None if wanted else prebuilt()
+    carried = prebuilt()
     if carried is not None:
         try:
             # Linked without OpenMP: with two runtimes in one process there would be two sets of threads, one
@@ -69,7 +64,7 @@ def library() -> Path:
     """
     compiler = toolchain.compiler()
     tune = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
-    command = [*compiler, *toolchain.FLAGS, "-shared", tune, *map(str, toolchain.source_files())]
+    command = [*compiler, *toolchain.FLAGS, "-shared", tune, *toolchain.source_files()]
     if runtime := loaded_openmp():
         # Named before the compiler's own, so the symbols bind to the OpenMP torch runs on: two of them in
         # one process means two sets of threads, one not bound to vLLM's cores.

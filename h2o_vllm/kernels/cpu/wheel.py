@@ -3,13 +3,11 @@
 
 Loaded by its path from the project's root; imports setuptools and the standard library alone. A wheel
 built where there is a C++ compiler carries one library for each instruction-set level (see ``toolchain.py``)
-and is for that platform; it needs no compiler where it is installed. Without a compiler, or with
-``H2O_CPU_BUILD=source``, the wheel is pure Python and the kernels are built on the first start. Editable
-installs compile nothing here.
+and is for that platform; it needs no compiler where it is installed. Without a compiler the wheel is pure
+Python and the kernels are built on the first start. Editable installs compile nothing here.
 """
 
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -41,9 +39,6 @@ class BuildWithLibraries(build_py):
             return
         target = Path(self.build_lib) / LIBRARIES
         shutil.rmtree(target, ignore_errors=True)  # of an earlier build
-        if os.environ.get("H2O_CPU_BUILD") == "source":
-            self.warn("H2O_CPU_BUILD=source: the wheel carries no compiled kernels")
-            return
         try:
             errors = toolchain().build_levels(target)
         except OSError as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu import build, toolchain
 from tests.wheels import build as build_package
 from tests.wheels import copy_project
@@ -59,7 +58,6 @@ def carried(
     shutil.copytree(quick / "csrc", tmp_path / "csrc")
     monkeypatch.setattr(toolchain, "LIBRARIES", tmp_path / "lib")
     monkeypatch.setattr(toolchain, "SOURCES", tmp_path / "csrc")
-    monkeypatch.delenv("H2O_CPU_BUILD", raising=False)
     caplog.set_level(logging.INFO, "vllm.h2o_vllm.kernels")
     return tmp_path / "lib"
 
@@ -103,20 +101,8 @@ def test_one_that_cannot_be_loaded_is_built(
     assert "invalid ELF" in record.getMessage()
 
 
-def test_the_switch_builds_from_source(carried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = carried / f"h2o-{best()}.so"
-    monkeypatch.setattr(build, "library", lambda: built)
-    monkeypatch.setattr(build, "prebuilt", lambda: 1 / 0)
-    monkeypatch.setenv("H2O_CPU_BUILD", "source")
-    assert build.load().one() == 1
-    monkeypatch.setenv("H2O_CPU_BUILD", "never")
-    with pytest.raises(ConfigError, match="H2O_CPU_BUILD must be source or unset, got 'never'"):
-        build.load()
-
-
 @pytest.mark.slow
 def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path) -> None:
-    """With the switch, too: tests/test_packaging.py."""
     wheel, said = build_package(copy_project(tmp_path), "wheel", PATH="", CXX="")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if "/lib/" in name]
@@ -172,5 +158,4 @@ from h2o_vllm.kernels.cpu import cpp
 assert {level!r} in cpp._library._name, cpp._library._name
 sys.exit(pytest.main(["-q", "-k", "cpp and not long", {str(tests)!r}]))
 """
-    environment = {key: text for key, text in os.environ.items() if key != "H2O_CPU_BUILD"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

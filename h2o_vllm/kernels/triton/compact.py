@@ -82,7 +82,7 @@ def compact(
     scratch = layers.scratch
     step = min(units, scratch.numel() // room)
     if step == 0:
-        raise ValueError(f"an eviction's {4 * room} bytes do not fit {layers.nbytes} bytes")
+        raise ValueError(f"an eviction's {4 * room} bytes do not fit {scratch.nbytes} bytes")
     candidates = (evictions.max_heavy + evictions.max_doomed) * block_size
     chunk = CHUNKS[0] if candidates <= CHUNKS[0] else CHUNKS[1]
     form = {"KH": heads, "KHP": triton.next_power_of_2(heads), "BS": block_size}

@@ -43,19 +43,13 @@ class KVLayers:
             for caches in (self.key_caches, self.value_caches)
         ]
         self.pointers = torch.tensor(pointers, dtype=torch.int64, device=first.device)
-        self.moves = torch.empty(scratch_bytes // 8, 2, dtype=torch.int32, device=first.device)
-        self.scratch = self.moves.view(-1)
+        self.scratch = torch.empty(scratch_bytes // 4, dtype=torch.int32, device=first.device)
 
     @property
     def word_strides(self) -> tuple[int, ...]:
         """The first three strides of a layer's keys, then of its values, in 8-byte words."""
         of_both = (self.key_caches[0].stride()[:3], self.value_caches[0].stride()[:3])
         return tuple(stride // self.words for strides in of_both for stride in strides)
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory in bytes, without the caches."""
-        return self.pointers.nbytes + self.moves.nbytes
 
 
 class Compaction(NamedTuple):

@@ -98,35 +98,11 @@ def add_scores(
 
 @triton.jit(do_not_specialize=["stride_table", "num_tiles", *OF_LAYER])
 def finish(
-    scores,
-    block_table,
-    out,
-    pieces,
-    part_out,
-    part_max,
-    part_sum,
-    probs,
-    tile_max,
-    stride_table,
-    stride_ot,
-    stride_oh,
-    num_tiles,
-    lane_keys,
-    layer,
-    stride_keys,
-    stride_pieces,
-    H: tl.constexpr,
-    KH: tl.constexpr,
-    G: tl.constexpr,
-    GS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    PARTS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
+    scores, block_table, out, pieces, part_out, part_max, part_sum, probs, tile_max, stride_table,
+    stride_ot, stride_oh, num_tiles, lane_keys, layer, stride_keys, stride_pieces,
+    H: tl.constexpr, KH: tl.constexpr, G: tl.constexpr, GS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
     """The scores of the keys of some pieces of split rows, and a part of these rows' outputs."""
     # With lanes a piece belongs to one KV head; else all KV heads have the same pieces.
     SHARED_BY: tl.constexpr = KH if lane_keys is None else 1

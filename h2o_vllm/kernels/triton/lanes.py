@@ -110,21 +110,10 @@ def locate_listed(table, keys, position, live, head, pinned, KH: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["num_slots", "num_blocks", "num_pieces", "stride_table"])
 def list_keys(
-    block_table,
-    pieces,
-    lane_rows,
-    lane_offsets,
-    lane_pages,
-    lane_keys,
-    num_slots,
-    num_blocks,
-    num_pieces,
+    block_table, pieces, lane_rows, lane_offsets, lane_pages, lane_keys, num_slots, num_blocks, num_pieces,
     stride_table,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    KH: tl.constexpr, BS: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Write the pages of one piece of a plan of heads, in one layer; see :data:`.plan.FIELDS`."""
     layer = tl.program_id(1)
     words = pieces + (layer.to(tl.int64) * num_pieces + tl.program_id(0)) * FIELDS

@@ -15,24 +15,10 @@ SUMMED_KEYS = 256
 
 @triton.jit(do_not_specialize=["stride_table", *LANES])
 def add_partial_sums(
-    scores,
-    partial,
-    block_table,
-    seq_lens,
-    segments,
-    stride_table,
-    lane_rows,
-    lane_offsets,
-    lane_pages,
-    layer,
-    num_slots,
-    num_blocks,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    UNROLLED: tl.constexpr,
-):
+    scores, partial, block_table, seq_lens, segments, stride_table, lane_rows, lane_offsets, lane_pages,
+    layer, num_slots, num_blocks,
+    KH: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
     """Add the sums of the segments after a row's first, for some keys of one KV head, segment by segment."""
     words = segments + tl.program_id(2) * FIELDS
     follow = tl.load(words + 5)

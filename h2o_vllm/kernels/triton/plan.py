@@ -151,25 +151,11 @@ def _apart(parts):
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_pieces", "spare", "max_tiles"])
 def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
-    query_start_loc,
-    seq_lens,
-    flags,
-    pieces,
-    lane_rows,
-    lane_offsets,
-    num_slots,
-    num_rows,
-    num_pieces,
-    spare,
-    max_tiles,
-    TILE: tl.constexpr,
-    MIN_PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    PINNED: tl.constexpr,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-):
+    query_start_loc, seq_lens, flags, pieces, lane_rows, lane_offsets, num_slots, num_rows, num_pieces,
+    spare, max_tiles,
+    TILE: tl.constexpr, MIN_PIECE: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr,
+    PINNED: tl.constexpr, KH: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
     """Each program writes the pieces of ROWS rows, or heads of rows. Each program counts all rows."""
     if lane_rows is not None:
         pieces += tl.program_id(1).to(tl.int64) * num_pieces * FIELDS

@@ -31,14 +31,9 @@ def reset_scores(scores: Tensor, slots: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["count", "num_blocks"])
 def _reset(
-    scores,
-    slots,
-    count,
-    num_blocks,
-    KH: tl.constexpr,
-    BS: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    scores, slots, count, num_blocks,
+    KH: tl.constexpr, BS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     which = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + at, mask=at < count, other=-1)

@@ -62,20 +62,10 @@ def field(mine, list_room, which: tl.constexpr, KH: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def list_lanes(
-    blocks,
-    counts,
-    owners,
-    scratch,
-    first_unit,
-    num_layers,
-    num_blocks,
-    stride_blocks,
-    stride_counts,
-    list_room,
-    unit_room,
-    KH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    blocks, counts, owners, scratch, first_unit, num_layers, num_blocks, stride_blocks, stride_counts,
+    list_room, unit_room,
+    KH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """List the candidate pages of one head, in the order of blocks and lanes."""
     head = tl.program_id(1)
     layer, my_blocks, heavy, doomed, _slot, mine = of_place(
@@ -118,24 +108,10 @@ def _page_and_owner(my_blocks, my_owners, index, live, KH: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*SIZES, "num_slots"])
 def share_lanes(
-    blocks,
-    counts,
-    offsets,
-    num_slots,
-    scores,
-    scratch,
-    first_unit,
-    num_layers,
-    num_blocks,
-    stride_blocks,
-    stride_counts,
-    list_room,
-    unit_room,
-    KH: tl.constexpr,
-    KHP: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    blocks, counts, offsets, num_slots, scores, scratch, first_unit, num_layers, num_blocks, stride_blocks,
+    stride_counts, list_room, unit_room,
+    KH: tl.constexpr, KHP: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Assign the lanes of one layer's heavy blocks."""
     layer, _blocks, heavy, doomed, slot, mine = of_place(
         blocks, counts, scratch, tl.program_id(0), first_unit, num_layers, stride_blocks, stride_counts,

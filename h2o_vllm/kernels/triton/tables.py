@@ -27,8 +27,8 @@ def compact_tables(
     block_size: int,
     out_table: Tensor,
     out_lens: Tensor,
-    out_scored: Tensor | None = None,
-    out_rest: Tensor | None = None,
+    out_scored: Tensor,
+    out_rest: Tensor,
 ) -> None:
     """Write block tables without holes, and live lengths. Eager, one launch, no synchronisation.
 
@@ -50,26 +50,14 @@ def compact_tables(
     constants = {
         "BS": block_size, "EVICTS": EVICTING, "SCORES": SCORED, "WIDTH": _WIDTH, "num_warps": 4,
     }  # fmt: skip
-    form = (block_size, out_scored is None, out_rest is None)
-    launch(_compact_tables, (seq_lens.shape[0],), form, given, constants)
+    launch(_compact_tables, (seq_lens.shape[0],), block_size, given, constants)
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_out"])
 def _compact_tables(
-    block_table,
-    seq_lens,
-    flags,
-    out_table,
-    out_lens,
-    out_scored,
-    out_rest,
-    stride_table,
-    stride_out,
-    BS: tl.constexpr,
-    EVICTS: tl.constexpr,
-    SCORES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    block_table, seq_lens, flags, out_table, out_lens, out_scored, out_rest, stride_table, stride_out,
+    BS: tl.constexpr, EVICTS: tl.constexpr, SCORES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """One row: each live id moves forward by the number of holes before it."""
     row = tl.program_id(0)
     length = tl.load(seq_lens + row)
@@ -89,7 +77,5 @@ def _compact_tables(
     live = length - holes * BS
     scored = (flag & SCORES) != 0
     tl.store(out_lens + row, live)
-    if out_scored is not None:
-        tl.store(out_scored + row, tl.where(scored, live, 0))
-    if out_rest is not None:
-        tl.store(out_rest + row, tl.where(scored, 0, live))
+    tl.store(out_scored + row, tl.where(scored, live, 0))
+    tl.store(out_rest + row, tl.where(scored, 0, live))

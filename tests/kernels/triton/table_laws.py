@@ -42,4 +42,3 @@ def check_tables(
         ]
         assert got.tolist() == lengths + [-7] * extra_rows
     assert torch.equal(table, before)
-    compact_tables(table, lens, flags, block_size, out, out_lens)

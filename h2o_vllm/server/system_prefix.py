@@ -30,21 +30,6 @@ KINDS = {
 }
 """Routes with requests that have roles."""
 
-RENDERED = {
-    "chat": (
-        "model", "tools", "tool_choice", "chat_template", "chat_template_kwargs", "documents",
-        "reasoning_effort", "add_special_tokens",
-    ),
-    "responses": (
-        "model", "tools", "tool_choice", "chat_template_kwargs", "reasoning", "instructions",
-    ),
-    "messages": (
-        "model", "max_tokens", "tools", "tool_choice", "chat_template_kwargs", "thinking", "output_config",
-        "system",
-    ),
-}  # fmt: skip
-"""Fields that the beginning of a prompt depends on, or that rendering requires."""
-
 SYSTEM_ROLES = ("system", "developer")
 USERS = ("Apple", "zebra")
 """Two messages without a common first letter."""
@@ -56,7 +41,7 @@ class SystemPart:
 
     Attributes:
         kind: the protocol of the bodies.
-        fields: of the request, those in :data:`RENDERED`.
+        fields: of the request, without its turns.
         head: the system messages that the chat begins with.
         task: the user's first message, if it belongs to the part as well.
     """
@@ -94,7 +79,8 @@ def system_parts(
         kind = "chat"
     if kind is None:
         return None
-    fields = {name: request[name] for name in RENDERED[kind] if request.get(name) is not None}
+    # vLLM renders no request that goes on from an earlier response.
+    fields = {name: value for name, value in request.items() if name != "previous_response_id"}
     turns = request.get("input" if kind == "responses" else "messages")
     if path.endswith("/batch"):
         chats = turns if isinstance(turns, list) else []

@@ -8,20 +8,17 @@ import functools
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 
 def make_interpreter_quick(*, check_overflow: bool) -> None:
     """Let the interpreter of this process not do again what it has done.
 
     By itself it looks through all of Triton's language and replaces its functions before every launch, and
     again whenever a kernel calls a function: two fifths of the time that a kernel on a small grid takes. Here
-    they stay replaced. And a thousand numbers are sorted by numpy, not by some hundred of its own operations.
+    they stay replaced.
 
     Args:
         check_overflow: whether every sum and product of integers is checked, which takes a fifth more.
     """
-    import triton.language as language
     from triton.runtime import interpreter
 
     replace: Any = interpreter._patch_lang
@@ -33,9 +30,6 @@ def make_interpreter_quick(*, check_overflow: bool) -> None:
         return nothing_to_restore
 
     interpreter._patch_lang = replace_once
-    language.sort = lambda x: language.tensor(
-        interpreter.TensorHandle(np.sort(x.handle.data), x.handle.dtype), x.type
-    )
     if not check_overflow:
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

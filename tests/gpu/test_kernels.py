@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from h2o_vllm.kernels.triton import EVICTING, SCORED, DecodeWorkspace
+from h2o_vllm.kernels.triton import EVICTING, SCORED, Compaction, DecodeWorkspace
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
 from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
-from tests.kernels.triton.evict_laws import SPECIAL, check_compact, make_layers
+from tests.kernels.triton.evict_laws import SPECIAL, check_compaction, make_layers
 from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
 from tests.kernels.triton.table_laws import check_tables
 
@@ -54,7 +54,7 @@ def test_an_8_bit_cache_is_served(query_dtype: torch.dtype | None) -> None:
         else:
             check_decode(batch, workspace_for(batch, spare=None))
     caches, scores = make_layers(torch.float8_e4m3fn, 128, 16, blocks=40, kv_heads=8, device="cuda")
-    check_compact(caches, scores, [(list(range(1, 9)), list(range(9, 30)))])
+    check_compaction(caches, scores, [Compaction(range(1, 9), range(9, 30))])
 
 
 def test_decode_is_the_same_each_time() -> None:
@@ -151,15 +151,15 @@ def test_compaction_equals_the_reference(layout: str, dtype: str) -> None:
         DTYPES[dtype], 128, 16, layout, layers=8, blocks=400, kv_heads=8, device="cuda"
     )
     order = (torch.randperm(399, generator=torch.Generator().manual_seed(1)) + 1).tolist()
-    pairs = [
-        (order[:50], order[50:250]),
-        (order[250:251], order[251:300]),
-        (order[300:398], order[398:]),
+    evictions = [
+        Compaction(order[:50], order[50:250]),
+        Compaction(order[250:251], order[251:300]),
+        Compaction(order[300:398], order[398:]),
     ]
-    check_compact(caches, scores, pairs)
-    check_compact(caches, scores, pairs, scratch_bytes=8 * 8 * 1600)
+    check_compaction(caches, scores, evictions)
+    check_compaction(caches, scores, evictions, scratch_bytes=8 * 8 * 1600)
     picks = torch.randint(0, len(SPECIAL), scores.shape)
-    check_compact(caches, SPECIAL[picks].cuda(), pairs)
+    check_compaction(caches, SPECIAL[picks].cuda(), evictions)
 
 
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -171,7 +171,7 @@ def test_a_first_eviction_of_32k_tokens(block_size: int) -> None:
     order = list(range(1, blocks + 1))
     room = blocks // 5
     for ranks in (scores, (scores * 50).round()):
-        check_compact(caches, ranks, [(order[-room:], order[:-room])])
+        check_compaction(caches, ranks, [Compaction(order[-room:], order[:-room])])
 
 
 def test_tables_lose_their_holes() -> None:

@@ -14,13 +14,14 @@ pytest.importorskip("triton")
 
 from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
-from tests.kernels.triton.evict_laws import SPECIAL, make_layers
-from tests.kernels.triton.lane_cases import lanes_for
-from tests.kernels.triton.lane_evict_laws import (
-    check_lane_compaction,
+from tests.kernels.triton.evict_laws import (
+    SPECIAL,
+    check_compaction,
     check_lanes_go_back_and_forth,
+    make_layers,
     uneven,
 )
+from tests.kernels.triton.lane_cases import lanes_for
 from tests.kernels.triton.lane_laws import (
     check_lane_chunks,
     check_lane_decode,
@@ -209,16 +210,17 @@ def test_compaction_equals_the_rule(layout: str, dtype: str) -> None:
     caches, scores = make_layers(
         DTYPES[dtype], 128, 16, layout, layers=3, blocks=400, kv_heads=8, device=DEVICE
     )
-    tables = check_lane_compaction(caches, uneven(scores), [FIRST, LATER])
+    tables = check_compaction(caches, uneven(scores), [FIRST, LATER], seed=0)
+    assert tables is not None
     assert (tables.offsets[:, FIRST.slot].diff() != len(FIRST.heavy)).any()
     ties = (uneven(scores) * 50).round()
     # Room for two (eviction, layer) pairs in a launch.
-    check_lane_compaction(caches, ties, [FIRST, LATER], scratch_bytes=150_000)
+    check_compaction(caches, ties, [FIRST, LATER], 150_000, seed=0)
     gen = torch.Generator().manual_seed(0)
     # Few protected tokens, and more than have room.
     for specials in (SPECIAL, SPECIAL[2:6]):
         picks = torch.randint(0, len(specials), scores.shape, generator=gen)
-        check_lane_compaction(caches, specials[picks].to(DEVICE), [FIRST, LATER])
+        check_compaction(caches, specials[picks].to(DEVICE), [FIRST, LATER], seed=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

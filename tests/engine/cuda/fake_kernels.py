@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends import flash_attn, triton_attn
 
+from h2o_vllm.kernels.reference import attend, live_slots
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -29,26 +31,16 @@ def paged_attention(
         k, v = k.float() * k_descale[0, 0], v.float() * v_descale[0, 0]
     lse = torch.full((q.shape[1], q.shape[0]), float("-inf"))
     for row, length in enumerate(seqused_k.tolist()):
-        first, end = cu_seqlens_q[row : row + 2].tolist()
+        tokens = slice(*cu_seqlens_q[row : row + 2].tolist())
         if length == 0:
-            out[first:end] = 0
+            out[tokens] = 0
             continue
-        blocks = block_table[row, : -(-length // k.shape[1])].long()
-        assert int(blocks.min()) > 0, "a hole was attended"
-        keys, values = (t[blocks].flatten(0, 1)[:length].transpose(0, 1) for t in (k, v))
-        grouped = q[first:end].unflatten(1, (keys.shape[0], -1))
-        logits = torch.einsum("tkgd,ksd->kgts", grouped, keys) * softmax_scale
-        if softcap:
-            logits = softcap * (logits / softcap).tanh()
-        future = torch.ones(end - first, length, dtype=torch.bool).triu(1 + length - (end - first))
-        logits = logits.masked_fill(future, float("-inf"))
-        sums = logits.logsumexp(-1)
-        # FlashAttention's name for them, and Triton's.
-        if (aside := s_aux if sinks is None else sinks) is not None:
-            sums = sums.logaddexp(aside.view(*sums.shape[:2], 1))
-        prob = (logits - sums[..., None]).exp()
-        out[first:end] = torch.einsum("kgts,ksd->tkgd", prob, values).flatten(1, 2)
-        lse[:, first:end] = sums.flatten(0, 1)
+        where = live_slots(block_table[row], length, k.shape[1])
+        assert int(where[0].min()) > 0, "a hole was attended"
+        # FlashAttention's name for sinks, and Triton's.
+        softmax = (softmax_scale, softcap, s_aux if sinks is None else sinks)
+        _, attended, sums = attend(q[tokens], k, v, where, *softmax)
+        out[tokens], lse[:, tokens] = attended.to(out.dtype), sums.flatten(1).T.float()
     return lse
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction keeps exactly the tokens the reference keeps, in the same slots; reset, exactly its slots."""
+"""Compaction keeps exactly the tokens the reference keeps, in the same slots; reset, exactly its slots.
+
+Also where heads share the slots of their heavy blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from torch import Tensor
 
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import reference
-from tests.kernels.triton.cases import bits
+from h2o_vllm.kernels.lanes import own_lanes, share_lanes
+from tests.kernels.triton.cases import bits, random_owners
 
-LAYERS, BLOCKS, HEADS = 3, 12, 2
+LAYERS, BLOCKS, HEADS = 3, 12, 4
 
 
-def make(
-    dtype: torch.dtype, size: int, block_size: int, seed: int = 0
-) -> tuple[list[Tensor], Tensor]:
-    gen = torch.Generator().manual_seed(seed)
+def make(dtype: torch.dtype, size: int, block_size: int) -> tuple[list[Tensor], Tensor]:
+    """Caches and scores; some heads need more than others."""
+    gen = torch.Generator().manual_seed(0)
     caches = [
         torch.randn(BLOCKS, HEADS, block_size, 2 * size, generator=gen).to(dtype)
         for _ in range(LAYERS)
     ]
-    return caches, torch.rand(LAYERS, BLOCKS, HEADS, block_size, generator=gen)
+    scores = torch.rand(LAYERS, BLOCKS, HEADS, block_size, generator=gen)
+    return caches, scores * torch.tensor([0.2, 3.0, 0.7, 1.0])[:, None]
 
 
 def ids(*blocks: int) -> Tensor:
@@ -57,8 +61,15 @@ def compare(
 def test_compaction_equals_the_reference(
     impl: ModuleType, dtype: torch.dtype, size: int, block_size: int
 ) -> None:
+    """Of heads that share also one after it, of which a block that was ranked and a fresh one are doomed."""
     caches, scores = make(dtype, size, block_size)
     compare(impl, caches, scores, ids(7, 2, 9), ids(1, 11, 4, 3, 5))
+    heavy, doomed = ids(7, 2, 9), ids(1, 11, 4)
+    owners, fresh = own_lanes(LAYERS, 6, HEADS), own_lanes(LAYERS, 1, HEADS)
+    now = compare(impl, caches, scores, heavy, doomed, owners)
+    impl.compact(caches, scores, heavy, doomed, owners)
+    owners = torch.cat([now[:, :2], fresh, now[:, 2:], fresh], 1)
+    compare(impl, caches, scores, ids(7, 2, 5), ids(9, 3), owners)
 
 
 @pytest.mark.parametrize(("heavy", "doomed"), [((), (1, 2)), ((3,), ()), ((), ())])
@@ -71,18 +82,37 @@ def test_compaction_of_nothing_does_nothing(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_compaction_equals_the_reference_on_any_scores(data: st.DataObject) -> None:
-    """Many ties, infinities, NaN and both zeros, any split of the blocks."""
+    """Many ties, infinities, NaN and both zeros; any split of the blocks; lanes of anybody's."""
     impl = kernels.load()
     order = data.draw(st.permutations(range(1, BLOCKS)))
-    heavy = data.draw(st.integers(0, 5))
-    doomed = data.draw(st.integers(0, 6))
-    caches, scores = make(torch.bfloat16, 16, 16)
+    heavy, doomed = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 6))
+    caches, _ = make(torch.bfloat16, 16, 16)
+    gen = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
     special = torch.tensor([0.0, -0.0, 1.0, 2.5, float("inf"), float("-inf"), float("nan"), 1e-40])
-    picks = torch.randint(
-        0, data.draw(st.integers(1, len(special))), scores.shape,
-        generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))),
-    )  # fmt: skip
-    compare(impl, caches, special[picks], ids(*order[:heavy]), ids(*order[heavy : heavy + doomed]))
+    count = data.draw(st.integers(1, len(special)))
+    scores = special[torch.randint(0, count, (LAYERS, BLOCKS, HEADS, 16), generator=gen)]
+    blocks = ids(*order[:heavy]), ids(*order[heavy : heavy + doomed])
+    compare(impl, caches, scores, *blocks)
+    if heavy and doomed:
+        owners = random_owners(LAYERS, heavy + doomed, HEADS, gen)
+        now = compare(impl, caches, scores, *blocks, owners)
+        assert all(set(layer.flatten().tolist()) == set(range(HEADS)) for layer in now)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lanes", "given"),
+    [
+        ([40, 24], 4, [3, 1]),  # 2.5 and 1.5 lanes: of equal remainders the lower head's
+        ([39, 25], 4, [2, 2]),
+        ([64, 0, 0], 4, [2, 1, 1]),  # one lane each
+        ([56, 4, 4], 4, [2, 1, 1]),
+        ([33, 16, 15], 4, [2, 1, 1]),
+        ([20, 20, 40], 5, [1, 1, 3]),  # 1.25, 1.25, 2.5
+    ],
+)
+def test_shares_are_rounded_to_lanes(wanted: list[int], lanes: int, given: list[int]) -> None:
+    scores = [torch.tensor([1.0] * want + [0.0] * (96 - want)) for want in wanted]
+    assert share_lanes(scores, lanes, 16) == given
 
 
 def test_reset_equals_the_reference(impl: ModuleType) -> None:

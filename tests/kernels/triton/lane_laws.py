@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels must do where KV heads share slots, for the interpreter's small caches and the GPU's large
-ones: attention and its scores. Evictions: :mod:`.lane_evict_laws`.
+ones: attention and its scores. Evictions: :mod:`.evict_laws`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import (
     DecodeWorkspace,
+    LaneTables,
     PromptSegments,
     add_prompt_scores,
     attend_decode,
 )
-from h2o_vllm.kernels.triton.lanes import EVERYWHERE, LaneTables
+from h2o_vllm.kernels.triton.lanes import EVERYWHERE
 from h2o_vllm.kernels.triton.prompt_attention import attend_prompts
 from tests.kernels.triton.cases import (
     Batch,

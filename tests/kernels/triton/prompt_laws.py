@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prompt scores must be, for the interpreter's small batches and the GPU's large ones."""
+"""What log-sum-exps and scores of prompts must be, for the interpreter's batches and the GPU's large ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_vllm.kernels.triton import PromptSegments, add_prompt_scores
+from h2o_vllm.kernels.triton import PromptSegments, add_prompt_scores, attend_prompts
 from h2o_vllm.kernels.triton.segments import cuts
 from tests.kernels.triton.cases import (
     Batch,
@@ -56,7 +56,7 @@ def check_prompt(
     last: list[int] | None = None,
     **options: Any,
 ) -> PromptSegments:
-    """Scores of the rows with several queries equal the reference, the others stay as they were.
+    """Log-sum-exps and scores of the rows with several queries equal the reference; all else stays as it was.
 
     Args:
         last: how many of each row's queries are scored; all if left out.
@@ -71,6 +71,7 @@ def check_prompt(
         lens[rows] = batch.seq_lens[rows]
         asked = dataclasses.replace(batch, seq_lens=lens)
     lse, _ = exact_prompt(batch)
+    _check_lse(batch, rows, lse, transposed)
     scored_from = None
     if last is not None:
         counts = torch.tensor(last, dtype=torch.int32, device=lse.device)
@@ -89,6 +90,22 @@ def check_prompt(
     else:  # plain torch knows no last queries
         torch.testing.assert_close(scores[scored], want[scored], rtol=1e-5, atol=4e-6)
     return prompts
+
+
+def _check_lse(batch: Batch, rows: list[int] | None, want: Tensor, transposed: bool) -> None:
+    out = torch.full_like(want, float("nan"))
+    if transposed:
+        out = out.T.contiguous().T
+    starts = batch.query_start_loc.tolist()
+    asked = [row for row, (length, count) in enumerate(batch.lengths) if length and count > 1]
+    asked = asked if rows is None else rows
+    listed = torch.tensor(asked[::-1], dtype=torch.int32, device=out.device)
+    longest = max((count for _, count in batch.lengths), default=0)
+    attend_prompts(batch.given(batch.scores), listed, longest, out)
+    tokens = [token for row in asked for token in range(starts[row], starts[row + 1])]
+    others = sorted({*range(len(batch.query))}.difference(tokens))
+    assert out[:, others].isnan().all()
+    torch.testing.assert_close(out[:, tokens], want[:, tokens], rtol=1e-5, atol=1e-5)
 
 
 def check_prompt_alone(batch: Batch) -> None:

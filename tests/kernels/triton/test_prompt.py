@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt scores equal the reference's column sums."""
+"""Prompt scores equal the reference's column sums, and log-sum-exps its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = shapes(  # (group, head size, block size, layout)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @ALL
-def test_prompt_scores_equal_the_reference(
+def test_prompts_equal_the_reference(
     group: int, size: int, block_size: int, layout: str, dtype: str
 ) -> None:
     check_prompt(
@@ -53,11 +53,11 @@ def test_prompt_of_an_8_bit_cache_equals_the_reference(query_dtype: torch.dtype 
     ],
     ids=["whole", "chunked", "mixed", "long"],
 )
-def test_prompt_scores_of_mixed_rows(lengths: list[int], queries: list[int]) -> None:
+def test_prompts_of_mixed_rows(lengths: list[int], queries: list[int]) -> None:
     check_prompt(make_batch(lengths, queries, dtype=torch.bfloat16))
 
 
-def test_a_transposed_log_sum_exp_will_do() -> None:
+def test_log_sum_exps_may_be_transposed() -> None:
     batch = make_batch([40, 70], [40, 30])
     check_prompt(batch, transposed=True)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables
+from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables, attend_decode
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
+from tests.kernels.triton.decode_laws import check_decode, decode, plan
 from tests.kernels.triton.evict_laws import (
     SPECIAL,
     check_compaction,
@@ -24,12 +25,9 @@ from tests.kernels.triton.evict_laws import (
 from tests.kernels.triton.lane_cases import lanes_for
 from tests.kernels.triton.lane_laws import (
     check_lane_chunks,
-    check_lane_decode,
     check_lane_lists,
-    decode_lanes,
     lane_segments,
     lane_workspace,
-    plan_lanes,
 )
 
 DEVICE = "cuda"
@@ -59,8 +57,8 @@ def sharing(batch: Batch) -> LaneTables:
     return lanes_for(batch, shared, pinned)
 
 
-def check_decode(batch: Batch, lanes: LaneTables, tokens: int | None = None) -> None:
-    check_lane_decode(batch, lanes, lane_workspace(batch, spare=None, tokens=tokens))
+def check(batch: Batch, lanes: LaneTables, tokens: int | None = None) -> None:
+    check_decode(batch, lane_workspace(batch, spare=None, tokens=tokens), lanes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,7 +70,7 @@ def test_decode_equals_the_reference(
         LENGTHS, group=group, kv_heads=heads, size=size, block_size=block_size, layout=layout,
         dtype=DTYPES[dtype], strided=True, device=DEVICE,
     )  # fmt: skip
-    check_decode(batch, sharing(batch))
+    check(batch, sharing(batch))
 
 
 def many(rows: int) -> tuple[Batch, LaneTables]:
@@ -95,7 +93,7 @@ def test_a_plan_lists_the_keys_of_heads_that_share() -> None:
 def test_pinned_tokens_are_not_scored() -> None:
     batch = make_batch(LENGTHS, dtype=torch.bfloat16, **LLAMA)
     batch.pinned = (*PINNED[:-1], 1 << 27)
-    check_decode(batch, sharing(batch), tokens=sum(LENGTHS[:-1]) - sum(PINNED))
+    check(batch, sharing(batch), tokens=sum(LENGTHS[:-1]) - sum(PINNED))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -103,7 +101,7 @@ def test_soft_caps_and_sinks_are_those_of_each_head(dtype: torch.dtype) -> None:
     sinks = torch.linspace(-3, 5, 32, device=DEVICE)
     decodes = make_batch(LENGTHS, dtype=dtype, spread=4.0, **LLAMA)
     decodes = dataclasses.replace(decodes, softcap=6.0, sinks=sinks)
-    check_decode(decodes, sharing(decodes))
+    check(decodes, sharing(decodes))
     lengths, queries = [4096, 300, 2049], [100, 60, 256]
     chunks = make_batch(lengths, queries, dtype=dtype, spread=4.0, **LLAMA)
     chunks = dataclasses.replace(chunks, softcap=6.0, sinks=sinks)
@@ -118,7 +116,7 @@ def test_an_8_bit_cache_is_read_by_lanes(query_dtype: torch.dtype | None) -> Non
             LENGTHS, queries, dtype=torch.float8_e4m3fn, query_dtype=query_dtype, scales=scales, **LLAMA
         )  # fmt: skip
         if queries is None:
-            check_decode(batch, sharing(batch))
+            check(batch, sharing(batch))
         else:
             check_lane_chunks(batch, sharing(batch))
 
@@ -137,8 +135,7 @@ def decoded(
 ) -> tuple[Tensor, Tensor]:
     """Output and scores."""
     out, scores = batch.out(), batch.scores.clone()
-    plan_lanes(batch, lanes, workspace)
-    decode_lanes(batch, lanes, workspace, layer, out, scores)
+    decode(batch, out, scores, workspace, lanes, layer)
     return out, scores
 
 
@@ -154,10 +151,10 @@ def test_a_graph_serves_whoever_shares() -> None:
 
     def step() -> None:
         for layer in range(2):
-            decode_lanes(batch, lanes, workspace, layer, outs[layer], scores[layer])
+            attend_decode(batch.given(scores[layer], lanes, layer), outs[layer], workspace)
 
     padding = dataclasses.replace(batch, seq_lens=torch.zeros_like(batch.seq_lens))
-    plan_lanes(padding, lanes, workspace)
+    plan(padding, workspace, lanes)
     step()  # compiles outside of the graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -173,7 +170,7 @@ def test_a_graph_serves_whoever_shares() -> None:
             batch, query_start_loc=batch.query_start_loc[: rows + 1], seq_lens=batch.seq_lens[:rows],
             block_table=batch.block_table[:rows], pinned=batch.pinned[:rows],
         )  # fmt: skip
-        plan_lanes(planned, lanes, workspace)
+        plan(planned, workspace, lanes)
         for layer in range(2):
             outs[layer].fill_(float("nan"))
             scores[layer].copy_(batch.scores)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,9 +63,12 @@ def pages_of(blocks: Sequence[int], owners: Tensor, head: int) -> list[int]:
 
 
 def heads_apart(
-    batch: Batch, lanes: LaneTables, layer: int, scores: Tensor
+    batch: Batch, lanes: LaneTables | None, layer: int, scores: Tensor
 ) -> Iterator[tuple[slice, Batch]]:
-    """The batch as each KV head sees it in a layer; see :func:`.on_pages`."""
+    """The batch as each KV head sees it in a layer, see :func:`.on_pages`; without lanes as it is."""
+    if lanes is None:
+        yield slice(None), dataclasses.replace(batch, scores=scores)
+        return
     _, block_size, heads, _ = batch.key_cache.shape
     owners, rows = lanes.owners[layer].cpu(), lanes.rows.tolist()
     lengths, given = batch.seq_lens.tolist(), batch.block_table.tolist()
@@ -79,4 +83,4 @@ def heads_apart(
         held = length + (len(listed) - heavy) * block_size if length else 0
         return [*mine[:first], *listed, *mine[first + heavy :]], held
 
-    return on_pages(batch, pages, scores)
+    yield from on_pages(batch, pages, scores)

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels must do where KV heads share slots, for the interpreter's small caches and the GPU's large
-ones: attention and its scores. Evictions: :mod:`.evict_laws`.
-"""
+"""What plans and chunks must be where KV heads share slots, for the interpreter's caches and the GPU's."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from h2o_vllm.kernels import reference
 from h2o_vllm.kernels.triton import (
@@ -18,20 +13,11 @@ from h2o_vllm.kernels.triton import (
     LaneTables,
     PromptSegments,
     add_prompt_scores,
-    attend_decode,
+    attend_prompts,
 )
 from h2o_vllm.kernels.triton.lanes import EVERYWHERE
-from h2o_vllm.kernels.triton.prompt_attention import attend_prompts
-from tests.kernels.triton.cases import (
-    Batch,
-    assert_no_worse,
-    bits,
-    exact,
-    plain_torch,
-    row_slots,
-    touched,
-)
-from tests.kernels.triton.decode_laws import workspace_for
+from tests.kernels.triton.cases import Batch
+from tests.kernels.triton.decode_laws import Expected, plan, workspace_for
 from tests.kernels.triton.lane_cases import NOWHERE, heads_apart
 
 
@@ -40,109 +26,13 @@ def lane_workspace(batch: Batch, layers: int = 2, **options: Any) -> DecodeWorks
     return workspace_for(batch, rows=len(batch.seq_lens) + 1, layers=layers, **options)
 
 
-def plan_lanes(batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace) -> None:
-    workspace.plan(
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.flags,
-        lanes,
-        batch.block_table,
-        batch.key_cache.shape[1],
-    )
-
-
-def decode_lanes(
-    batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace, layer: int, out: Tensor, scores: Tensor
-) -> None:  # fmt: skip
-    """One layer of what is planned."""
-    attend_decode(batch.given(scores, lanes, layer), out, workspace)
-
-
-@dataclass
-class _Expected:
-    """What the reference gives, and torch in the cache's dtype; ``scored``: which scores change, or might."""
-
-    out: Tensor
-    scores: Tensor
-    plain_out: Tensor
-    plain_scores: Tensor
-    scored: Tensor
-    lse: Tensor
-
-    @classmethod
-    def nothing(cls, batch: Batch, out: Tensor) -> _Expected:
-        lse = torch.full((batch.query.shape[1], len(batch.query)), float("nan"), device=out.device)
-        scored = torch.zeros_like(batch.poisoned)
-        return cls(out, batch.scores.clone(), batch.out(), batch.scores.clone(), scored, lse)
-
-    def set_scores(self, alone: Batch, queries: slice, scores: Tensor) -> None:
-        """Of one head, which is ``alone``; of plain torch, output and scores."""
-        self.scored |= touched(alone, scores).view_as(self.scored)
-        alone.scores.copy_(scores)
-        plain = dataclasses.replace(alone, scores=self.plain_scores.view_as(scores))
-        self.plain_out[:, queries], plain_scores = plain_torch(plain)
-        plain.scores.copy_(plain_scores)
-
-    def check_scores(self, batch: Batch, scores: Tensor, scored: Tensor, floor: float) -> None:
-        """Those that are not ``scored`` stay as they were."""
-        others = torch.where(scored, batch.scores, scores)
-        assert torch.equal(bits(others), bits(batch.scores))
-        all_scores = (scores, self.scores, self.plain_scores)
-        assert_no_worse(*(torch.where(scored, one, 0.0) for one in all_scores), floor)
-
-    def check_out(self, out: Tensor, tokens: list[int], floor: float) -> None:
-        """Those that are not among ``tokens`` stay as they were."""
-        others = set(range(len(out))).difference(tokens)
-        assert out[sorted(others)].isnan().all()
-        assert_no_worse(out[tokens], self.out[tokens], self.plain_out[tokens], floor)
-
-
-def _expected_decode(batch: Batch, lanes: LaneTables, layer: int) -> _Expected:
-    want = _Expected.nothing(batch, batch.out())
-    for queries, alone in heads_apart(batch, lanes, layer, want.scores):
-        want.out[:, queries], scores = exact(alone)
-        want.set_scores(alone, queries, scores)
-    return want
-
-
-def check_lane_decode(
-    batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace | None = None
-) -> None:
-    """In every layer output and scores equal the reference; all that nobody attends stays as it was."""
-    workspace = workspace or lane_workspace(batch, len(lanes.pages))
-    plan_lanes(batch, lanes, workspace)
-    unscored = _unscored(batch, workspace.tile)
-    starts = batch.query_start_loc.tolist()
-    attended = [
-        starts[row] for row, (length, count) in enumerate(batch.lengths) if length and count == 1
-    ]
-    for layer in range(len(lanes.pages)):
-        out, scores = batch.out(), batch.scores.clone()
-        decode_lanes(batch, lanes, workspace, layer, out, scores)
-        want = _expected_decode(batch, lanes, layer)
-        low = out.dtype != torch.float32
-        want.check_out(out, attended, 1e-3 if low else 4e-6)
-        want.check_scores(batch, scores, want.scored & ~unscored, 5e-4 if low else 2e-6)
-
-
-def _unscored(batch: Batch, tile: int) -> Tensor:
-    """[N, KH, BS], bool: pinned tokens, in whole tiles: every head's own, or all that a row has."""
-    slots = torch.zeros_like(batch.poisoned)
-    pinned = torch.tensor(batch.pinned, dtype=torch.int32, device=slots.device) // tile * tile
-    if batch.pinned:
-        begun = dataclasses.replace(batch, seq_lens=torch.minimum(batch.seq_lens, pinned))
-        for row in range(len(pinned)):
-            slots |= row_slots(begun, row)
-    return slots
-
-
 def check_lane_lists(
     batch: Batch, lanes: LaneTables, workspace: DecodeWorkspace | None = None
 ) -> None:
     """A plan lists the pages of each head that decodes and shares, in order, side by side; and no others."""
     workspace = workspace or lane_workspace(batch, len(lanes.pages))
     lanes.keys.fill_(NOWHERE)
-    plan_lanes(batch, lanes, workspace)
+    plan(batch, workspace, lanes)
     assert workspace.head_pieces is not None
     block_size, heads = batch.key_cache.shape[1:3]
     pages, offsets, rows = lanes.pages.tolist(), lanes.offsets.tolist(), lanes.rows.tolist()
@@ -190,8 +80,8 @@ def lane_segments(
     )  # fmt: skip
 
 
-def _expected_chunks(batch: Batch, lanes: LaneTables, layer: int, rows: list[int]) -> _Expected:
-    want = _Expected.nothing(batch, batch.out().double())
+def _expected_chunks(batch: Batch, lanes: LaneTables, layer: int, rows: list[int]) -> Expected:
+    want = Expected.nothing(batch, batch.out().double())
     for queries, alone in heads_apart(batch, lanes, layer, want.scores):
         scores = alone.scores.clone()
         given = alone.given(scores)

@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from tests.kernels.triton.cases import DTYPES, Batch, bits, lend, make_batch
+from tests.kernels.triton.decode_laws import check_decode, decode, plan
 from tests.kernels.triton.lane_cases import lanes_for
-from tests.kernels.triton.lane_laws import (
-    check_lane_decode,
-    check_lane_lists,
-    decode_lanes,
-    lane_workspace,
-    plan_lanes,
-)
+from tests.kernels.triton.lane_laws import check_lane_lists, lane_workspace
 
 LENGTHS, HEAVY = [3 * 16 + 1, 9 * 16 + 5, 0, 40, 20 * 16], [1, 6, 0, 0, 13]
 
@@ -33,34 +28,32 @@ def test_decode_equals_the_reference(
         [one // (16 // block_size) for one in LENGTHS], kv_heads=kv_heads, group=group, size=size,
         block_size=block_size, dtype=DTYPES[dtype], layout=layout, strided=True,
     )  # fmt: skip
-    check_lane_decode(batch, lanes_for(batch, HEAVY, (1, 0, 0, 0, 3)))
+    check_decode(batch, lanes=lanes_for(batch, HEAVY, (1, 0, 0, 0, 3)))
 
 
 def test_soft_caps_and_sinks_are_those_of_each_head() -> None:
     batch = make_batch(LENGTHS, kv_heads=2, group=3, size=16, spread=8.0)
     batch = dataclasses.replace(batch, softcap=6.0, sinks=torch.linspace(-3, 5, 6))
-    check_lane_decode(batch, lanes_for(batch, HEAVY))
+    check_decode(batch, lanes=lanes_for(batch, HEAVY))
 
 
 def test_an_8_bit_cache_is_read_by_lanes() -> None:
     batch = make_batch(
         LENGTHS, kv_heads=2, group=2, size=16, dtype=torch.float8_e4m3fn, scales=(0.5, 1.5, 0.75)
     )
-    check_lane_decode(batch, lanes_for(batch, HEAVY))
+    check_decode(batch, lanes=lanes_for(batch, HEAVY))
 
 
 def test_rows_that_share_nothing_are_attended_as_without_lanes() -> None:
     batch = make_batch([700, 0, 65, 130], kv_heads=2, group=2, size=16)
     lanes = lanes_for(batch, [0] * 4)
     assert lanes.rows.tolist() == [[-1, 0, 0]] * 4
-    check_lane_decode(batch, lanes)
+    check_decode(batch, lanes=lanes)
     own = lanes_for(batch, [20, 0, 3, 8], own=True)
     results = []
     for tables in (lanes, own):
         out, scores = batch.out(), batch.scores.clone()
-        workspace = lane_workspace(batch)
-        plan_lanes(batch, tables, workspace)
-        decode_lanes(batch, tables, workspace, 1, out, scores)
+        decode(batch, out, scores, lane_workspace(batch), tables, 1)
         results.append((out, scores))
     for nobody, everybody in zip(*results, strict=True):
         assert torch.equal(bits(nobody), bits(everybody))
@@ -70,8 +63,8 @@ def test_a_plan_forgets_the_one_before_and_leaves_prompts_alone() -> None:
     long = make_batch([700, 300, 65, 90], kv_heads=2, group=2, size=16)
     short = make_batch([12, 0, 33, 70], [1, 0, 5, 1], kv_heads=2, group=2, size=16)
     workspace = lane_workspace(long)
-    check_lane_decode(long, lanes_for(long, [30, 0, 4, 2]), workspace)
-    check_lane_decode(short, lanes_for(short, [0, 0, 1, 2]), workspace)
+    check_decode(long, workspace, lanes_for(long, [30, 0, 4, 2]))
+    check_decode(short, workspace, lanes_for(short, [0, 0, 1, 2]))
 
 
 @pytest.mark.parametrize("pinned", [64, 7 * 16])
@@ -83,7 +76,7 @@ def test_pinned_tokens_and_unscored_rows_take_no_scratch(pinned: int) -> None:
     lanes = lanes_for(batch, [9, 2, 5], (blocks, blocks, 0))
     batch.pinned = (pinned, pinned, 1 << 27)
     held = sum(-(-(length - pinned) // 16) * 16 for length in lengths[:2])
-    check_lane_decode(batch, lanes, lane_workspace(batch, tokens=held))
+    check_decode(batch, lane_workspace(batch, tokens=held), lanes)
 
 
 def test_pieces_of_heads_are_of_like_length() -> None:
@@ -91,7 +84,7 @@ def test_pieces_of_heads_are_of_like_length() -> None:
     batch = make_batch([90 * 16], kv_heads=3, group=1, size=16)
     lanes = lanes_for(batch, [85])
     workspace = lane_workspace(batch, spare=4)
-    plan_lanes(batch, lanes, workspace)
+    plan(batch, workspace, lanes)
     assert workspace.head_pieces is not None
     for layer, pieces in enumerate(workspace.head_pieces.tolist()):
         used = [piece for piece in pieces if piece[0] >= 0]
@@ -131,7 +124,7 @@ def test_pinned_blocks_of_several_rows_are_in_no_list() -> None:
     assert live > len(batch.key_cache)
     lanes = lanes_for(batch, [5, 3, 2], (38, 38, 38))
     check_lane_lists(batch, lanes)
-    check_lane_decode(batch, lanes, lane_workspace(batch, tokens=16 * live))
+    check_decode(batch, lane_workspace(batch, tokens=16 * live), lanes)
 
 
 def in_a_small_pool(batch: Batch) -> Batch:

@@ -160,7 +160,7 @@ class Case:
 
     def _plan(self, workspace: DecodeWorkspace, lanes: LaneTables | None) -> None:
         flags = torch.zeros_like(self.lens)
-        workspace.plan(self.starts, self.lens, flags, lanes, self.table, BLOCK_SIZE)
+        workspace.plan(self.starts, self.lens, flags, self.table, BLOCK_SIZE, lanes)
 
     def contestants(self) -> dict[str, LayerCall]:
         """Stock first: others are given as multiples of it.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("triton")
 
 from h2o_vllm.kernels.triton import EVICTING, SCORED, Compaction, DecodeWorkspace
 from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
-from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
+from tests.kernels.triton.decode_laws import check_decode, decode, plan, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compaction, make_layers
 from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
 from tests.kernels.triton.table_laws import check_tables
@@ -84,11 +86,12 @@ def test_a_graph_serves_other_lengths_and_fewer_rows() -> None:
     graph = _captured(batch, scores, out, workspace, nothing)
     want, want_scores = batch.out(), batch.scores.clone()
     decode(batch, want, want_scores, workspace_for(batch, spare=None, rows=32))
-    workspace.plan(batch.query_start_loc, batch.seq_lens)
+    plan(batch, workspace)
     graph.replay()
     assert torch.equal(bits(out), bits(want))
     assert torch.equal(bits(scores), bits(want_scores))
-    workspace.plan(batch.query_start_loc[:3], batch.seq_lens[:2])
+    fewer = {"query_start_loc": batch.query_start_loc[:3], "seq_lens": batch.seq_lens[:2]}
+    plan(dataclasses.replace(batch, **fewer), workspace)
     scores.copy_(batch.scores)
     out.fill_(float("nan"))
     graph.replay()
@@ -98,14 +101,18 @@ def test_a_graph_serves_other_lengths_and_fewer_rows() -> None:
 
 
 def _captured(
-    batch: Batch, scores: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace, plan: Batch
+    batch: Batch,
+    scores: torch.Tensor,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace,
+    padding: Batch,
 ) -> torch.cuda.CUDAGraph:
     from h2o_vllm.kernels.triton import attend_decode
 
     def step() -> None:
         attend_decode(batch.given(scores), out, workspace)
 
-    workspace.plan(plan.query_start_loc, plan.seq_lens)
+    plan(padding, workspace)
     step()  # compiles outside of the graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

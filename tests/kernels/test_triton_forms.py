@@ -113,7 +113,7 @@ class Worker:
     def decode(self) -> None:
         for rows, lanes in product((1, 2, 16, 17, MAX_ROWS), (None, self.lanes)):
             tables = self.starts[: rows + 1], self.lens[:rows], self.flags[:rows]
-            self.workspace.plan(*tables, lanes, self.table[:rows], self.block_size)
+            self.workspace.plan(*tables, self.table[:rows], self.block_size, lanes)
             for layer, fused in product(range(LAYERS), (True, False)):
                 out = torch.zeros(rows, self.heads, self.size, dtype=self.out_dtype)
                 batch = self.batch(rows, rows, layer, fused=fused)

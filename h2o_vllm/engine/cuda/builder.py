@@ -209,9 +209,9 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
             query_start_loc,
             self._ours[:rows],
             self._flags[:rows],
-            lanes,
             self._table[:rows],
             self._state.block_size,
+            lanes,
         )
 
     def _batch(

@@ -127,17 +127,11 @@ def _cut(length, target, TILE: tl.constexpr):
 
 
 @triton.jit
-def _flags_of(flags, rows, num_rows, KH: tl.constexpr):
-    """Flags of the rows, or of the rows of these heads; 0 without flags."""
-    found = tl.zeros_like(rows)
-    if flags is not None:
-        found = tl.load(flags + rows // KH, mask=rows < num_rows, other=0)
-    return found
-
-
-@triton.jit
-def _scratch_tiles(length, flag, TILE: tl.constexpr, PINNED: tl.constexpr):
-    """Number of tiles that a row takes of the scratch, and of its first tiles that are left out of it."""
+def _scratch_tiles(
+    length, flags, rows, num_rows, KH: tl.constexpr, TILE: tl.constexpr, PINNED: tl.constexpr
+):  # fmt: skip
+    """Tiles of rows, or of heads of rows, in the scratch, and their first tiles that are left out of it."""
+    flag = tl.load(flags + rows // KH, mask=rows < num_rows, other=0)
     tiles = (length + TILE - 1) // TILE
     left_out = tl.minimum(flag // (PINNED * TILE), tiles)
     return tiles - left_out, left_out
@@ -186,7 +180,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
         whole_in_all += whole
         cut_before += tl.where(at < mine, cut, 0)
         whole_before += tl.where(at < mine, whole, 0)
-        tiles, _ = _scratch_tiles(length, _flags_of(flags, at + lane, num_rows, KH), TILE, PINNED)
+        tiles, _ = _scratch_tiles(length, flags, at + lane, num_rows, KH, TILE, PINNED)
         tiles_before += tl.where(at < mine, tiles, 0)
         if lane_rows is not None:
             listed_before += tl.where(at < mine, _listed_blocks(length, pinned, BS), 0)
@@ -201,7 +195,7 @@ def plan_pieces(  # noqa: PLR0915 - one kernel, in the order of what it does
     first_cut = tl.sum(cut_before, 0) + tl.cumsum(cut, 0) - cut
     first_whole = num_cut + tl.sum(whole_before, 0) + tl.cumsum(whole, 0) - whole
     first = tl.where(parts > 1, first_cut, first_whole)
-    tiles, left_out = _scratch_tiles(length, _flags_of(flags, row, num_rows, KH), TILE, PINNED)
+    tiles, left_out = _scratch_tiles(length, flags, row, num_rows, KH, TILE, PINNED)
     base = tl.sum(tiles_before, 0) + tl.cumsum(tiles, 0) - tiles
     base = tl.where(base + tiles <= max_tiles, base - left_out, _NOWHERE)
     if lane_rows is not None:

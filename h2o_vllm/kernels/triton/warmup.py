@@ -55,7 +55,7 @@ def warm_up(
     # A row without queries.
     none = batch._replace(query_start_loc=starts * 0)
     for shared in (None,) if lanes is None else (None, lanes):
-        workspace.plan(starts, nothing, nothing, shared, table, block_size)
+        workspace.plan(starts, nothing, nothing, table, block_size, shared)
         attend_decode(batch._replace(lanes=shared), out, workspace)
         add_prompt_scores(batch._replace(lanes=shared), lse, prompts)
         attend_prompts(

@@ -131,10 +131,10 @@ class DecodeWorkspace:
         self,
         query_start_loc: Tensor,
         seq_lens: Tensor,
-        flags: Tensor | None = None,
+        flags: Tensor,
+        block_table: Tensor,
+        block_size: int,
         lanes: LaneTables | None = None,
-        block_table: Tensor | None = None,
-        block_size: int = 0,
     ) -> None:
         """Cut this step's rows, or with ``lanes`` their heads, into pieces. Call it before the first layer.
 
@@ -146,9 +146,9 @@ class DecodeWorkspace:
                 and for padding. Rows with another number of queries than one are also skipped.
             flags: [B], int32. A flag divided by :data:`.PINNED` is the number of a row's first tokens without
                 scores, which is rounded down to tiles. Rows may share the blocks of such tokens.
+            block_table: [B, MB], int32, as attention gets it.
             lanes: the lanes of rows whose heads share slots; their keys are listed in it. Then
                 :func:`.decode.attend_decode` must get it as well.
-            block_table: [B, MB], int32, as attention gets it; given with ``lanes``, as is ``block_size``.
 
         Raises:
             ValueError: the workspace was made for fewer rows.
@@ -172,10 +172,9 @@ class DecodeWorkspace:
             "TILE": self.tile, "MIN_PIECE": _MIN_PIECE, "ROWS": _ROWS, "FIELDS": pieces.shape[1],
             "PINNED": PINNED, "KH": heads, "BS": block_size, "num_warps": 4,
         }  # fmt: skip
-        form = (self.tile, heads, block_size, flags is None, lanes is None)
+        form = (self.tile, heads, block_size, lanes is None)
         launch(plan_pieces, grid, form, given, constants)
         if lanes is not None:
-            assert block_table is not None
             # The pieces that attention reads for B rows; later ones are unused.
             grid = ((rows + self.spare) * heads, layers)
             given = (

@@ -62,7 +62,8 @@ def test_the_host_knows_whether_a_plan_cuts_rows() -> None:
             lengths[0] *= 8
         workspace = kernels.DecodeWorkspace(64, 1 << 15, 2, 1, torch.float16, 64, "cpu", spare)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
-        workspace.plan(starts, torch.from_numpy(lengths))
+        lens = torch.from_numpy(lengths)
+        workspace.plan(starts, lens, torch.zeros_like(lens), lens[:, None], 16)
         first = workspace.pieces[0]
         cut = first[0] >= 0 and first[7] > 0
         assert workspace.cuts(lengths) == cut

@@ -45,9 +45,8 @@ def workspace_for(
 
 
 def plan(batch: Batch, workspace: DecodeWorkspace, lanes: LaneTables | None = None) -> None:
-    block_size = batch.key_cache.shape[1]
-    told = (batch.query_start_loc, batch.seq_lens, batch.flags, lanes)
-    workspace.plan(*told, batch.block_table, block_size)
+    rows = (batch.query_start_loc, batch.seq_lens, batch.flags)
+    workspace.plan(*rows, batch.block_table, batch.key_cache.shape[1], lanes)
 
 
 def decode(

@@ -109,7 +109,8 @@ def test_pinned_tokens_take_no_scratch(spare: int, pinned: int) -> None:
 def test_a_plan_covers_each_key_once_in_pieces_of_like_length(lengths: list[int]) -> None:
     workspace = DecodeWorkspace(len(lengths), sum(lengths), 6, 2, torch.float16, 64, "cpu", spare=8)
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
-    workspace.plan(starts, torch.tensor(lengths, dtype=torch.int32))
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    workspace.plan(starts, lens, torch.zeros_like(lens), lens[:, None], 16)
     pieces = [piece[:7] for piece in workspace.pieces.tolist()]
     used = [piece for piece in pieces if piece[0] >= 0]
     assert pieces[: len(used)] == used

@@ -77,23 +77,18 @@ def add_probabilities(scores: Tensor, where: Slots, prob: Tensor) -> None:
 
 def attend_decode(batch: LayerBatch, out: Tensor) -> None:
     """See :func:`h2o_vllm.kernels.triton.attend_decode`: of all rows with one query, without lanes."""
-    for _, tokens, where in live_rows(batch):
+    for tokens, where in live_rows(batch):
         if tokens.stop - tokens.start == 1:
             prob, attended, _ = attend_row(batch, tokens, where)
             out[tokens] = attended.to(out.dtype)
             add_probabilities(batch.scores, where, prob)
 
 
-def add_prompt_scores(batch: LayerBatch, scored_from: Tensor | None = None) -> None:
-    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed.
-
-    Args:
-        scored_from: [B], index in the batch of each row's first scored query; by default all are scored.
-    """
-    for row, tokens, where in live_rows(batch):
+def add_prompt_scores(batch: LayerBatch) -> None:
+    """See :func:`h2o_vllm.kernels.triton.add_prompt_scores`; log-sum-exps are not given but computed."""
+    for tokens, where in live_rows(batch):
         if tokens.stop - tokens.start > 1:
-            first = tokens.start if scored_from is None else int(scored_from[row])
-            prob, _, _ = attend_row(batch, slice(first, tokens.stop), where)
+            prob, _, _ = attend_row(batch, tokens, where)
             add_probabilities(batch.scores, where, prob)
 
 
@@ -107,13 +102,13 @@ def attend_row(batch: LayerBatch, tokens: slice, where: Slots) -> tuple[Tensor, 
     return prob, out * value_scale, lse
 
 
-def live_rows(batch: LayerBatch) -> Iterator[tuple[int, slice, Slots]]:
-    """Number, queries and live slots of each row that has both."""
+def live_rows(batch: LayerBatch) -> Iterator[tuple[slice, Slots]]:
+    """Queries and live slots of each row that has both."""
     starts = batch.query_start_loc.tolist()
     for row, length in enumerate(batch.seq_lens.tolist()):
         tokens = slice(*starts[row : row + 2])
         if length > 0 and tokens.stop > tokens.start:
-            yield row, tokens, live_slots(batch.block_table[row], length, batch.key_cache.shape[1])
+            yield tokens, live_slots(batch.block_table[row], length, batch.key_cache.shape[1])
 
 
 def reset_scores(scores: Tensor, slots: Tensor) -> None:

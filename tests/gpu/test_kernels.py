@@ -133,15 +133,6 @@ def test_prompt_scores_equal_the_reference(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("last", [1, 32])
-def test_only_the_last_queries_of_a_prompt_are_scored(last: int) -> None:
-    batch = make_batch(
-        [4096, 900, 70], [2048, 900, 40], group=4, kv_heads=2, size=128, dtype=torch.bfloat16,
-        device="cuda",
-    )  # fmt: skip
-    check_prompt(batch, last=[last] * 3)
-
-
 def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:
     check_prompt_alone(
         make_batch(

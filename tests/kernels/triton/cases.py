@@ -204,14 +204,14 @@ def exact(batch: Batch) -> tuple[Tensor, Tensor]:
     return out, scores
 
 
-def exact_prompt(batch: Batch, scored_from: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def exact_prompt(batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-sum-exp of all rows, and the scores after the rows with several queries, by the reference."""
     given = batch.given(batch.scores.clone())
     lse = torch.full_like(batch.query[..., 0].T, torch.nan, dtype=torch.float32)
-    for _, tokens, where in reference.live_rows(given):
+    for tokens, where in reference.live_rows(given):
         *_, sums = reference.attend_row(given, tokens, where)
         lse[:, tokens] = sums.flatten(1).T.float()
-    reference.add_prompt_scores(given, scored_from)
+    reference.add_prompt_scores(given)
     return lse, given.scores
 
 

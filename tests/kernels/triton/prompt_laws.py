@@ -22,21 +22,19 @@ from tests.kernels.triton.cases import (
 )
 
 
+def prompts_of(batch: Batch) -> list[int]:
+    """Numbers of the rows with several queries."""
+    return [row for row, (length, count) in enumerate(batch.lengths) if length and count > 1]
+
+
 def segments_of(
-    batch: Batch,
-    rows: list[int] | None = None,
-    last: list[int] | None = None,
-    holes: list[int] | None = None,
-    **options: Any,
+    batch: Batch, rows: list[int] | None = None, holes: list[int] | None = None, **options: Any
 ) -> PromptSegments:
     """As the metadata builder makes them, see :func:`check_prompt`."""
-    lengths = batch.lengths
-    if rows is None:
-        rows = [row for row, (length, count) in enumerate(lengths) if length and count > 1]
-    ends = batch.query_start_loc[1:].tolist()
-    counts = [count for _, count in lengths] if last is None else last
+    rows = prompts_of(batch) if rows is None else rows
+    lengths, starts = batch.lengths, batch.query_start_loc.tolist()
     return PromptSegments.cut(
-        rows, [ends[row] - counts[row] for row in rows], [ends[row] for row in rows],
+        rows, [starts[row] for row in rows], [starts[row + 1] for row in rows],
         [lengths[row][0] + (holes[row] if holes else 0) for row in rows],
         [lengths[row][0] for row in rows],
         batch.key_cache.shape[2], batch.scores.device, **options,
@@ -49,60 +47,38 @@ def add_scores(batch: Batch, scores: Tensor, lse: Tensor, prompts: PromptSegment
     add_prompt_scores(batch.given(scores), lse, prompts)
 
 
-def check_prompt(
-    batch: Batch,
-    rows: list[int] | None = None,
-    transposed: bool = False,
-    last: list[int] | None = None,
-    **options: Any,
-) -> PromptSegments:
+def check_prompt(batch: Batch, *, transposed: bool = False, **options: Any) -> PromptSegments:
     """Log-sum-exps and scores of the rows with several queries equal the reference; all else stays as it was.
 
     Args:
-        last: how many of each row's queries are scored; all if left out.
         options: ``holes``, tokens that each row has lost before; what :meth:`.PromptSegments.cut` takes.
 
     Returns:
         How the rows were cut.
     """
-    asked = batch
-    if rows is not None:
-        lens = torch.zeros_like(batch.seq_lens)
-        lens[rows] = batch.seq_lens[rows]
-        asked = dataclasses.replace(batch, seq_lens=lens)
-    lse, _ = exact_prompt(batch)
-    _check_lse(batch, rows, lse, transposed)
-    scored_from = None
-    if last is not None:
-        counts = torch.tensor(last, dtype=torch.int32, device=lse.device)
-        scored_from = batch.query_start_loc[1:] - counts
-    _, want = exact_prompt(asked, scored_from)
-    _, plain = plain_torch(asked)
+    lse, want = exact_prompt(batch)
+    _check_lse(batch, lse, transposed)
+    _, plain = plain_torch(batch)
     if transposed:
         lse = lse.T.contiguous().T
     scores = batch.scores.clone()
-    prompts = segments_of(batch, rows, last, **options)
+    prompts = segments_of(batch, **options)
     add_scores(batch, scores, lse, prompts)
     scored = touched(batch, want)
     assert torch.equal(bits(scores[~scored]), bits(batch.scores[~scored]))
-    if last is None:
-        assert_no_worse(scores[scored], want[scored], plain[scored], 4e-6)
-    else:  # plain torch knows no last queries
-        torch.testing.assert_close(scores[scored], want[scored], rtol=1e-5, atol=4e-6)
+    assert_no_worse(scores[scored], want[scored], plain[scored], 4e-6)
     return prompts
 
 
-def _check_lse(batch: Batch, rows: list[int] | None, want: Tensor, transposed: bool) -> None:
+def _check_lse(batch: Batch, want: Tensor, transposed: bool) -> None:
     out = torch.full_like(want, float("nan"))
     if transposed:
         out = out.T.contiguous().T
-    starts = batch.query_start_loc.tolist()
-    asked = [row for row, (length, count) in enumerate(batch.lengths) if length and count > 1]
-    asked = asked if rows is None else rows
-    listed = torch.tensor(asked[::-1], dtype=torch.int32, device=out.device)
+    starts, rows = batch.query_start_loc.tolist(), prompts_of(batch)
+    listed = torch.tensor(rows[::-1], dtype=torch.int32, device=out.device)
     longest = max((count for _, count in batch.lengths), default=0)
     attend_prompts(batch.given(batch.scores), listed, longest, out)
-    tokens = [token for row in asked for token in range(starts[row], starts[row + 1])]
+    tokens = [token for row in rows for token in range(starts[row], starts[row + 1])]
     others = sorted({*range(len(batch.query))}.difference(tokens))
     assert out[:, others].isnan().all()
     torch.testing.assert_close(out[:, tokens], want[:, tokens], rtol=1e-5, atol=1e-5)

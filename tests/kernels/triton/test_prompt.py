@@ -66,13 +66,6 @@ def test_a_peaked_softmax_is_summed() -> None:
     check_prompt(make_batch([150], [150], dtype=torch.float16, spread=30.0))
 
 
-@pytest.mark.parametrize("group", [1, 3])
-def test_only_the_last_queries_are_scored(group: int) -> None:
-    batch = make_batch([150, 70, 90, 40], [150, 30, 90, 1], group=group)
-    check_prompt(batch, last=[32, 1, 90, 1])
-    check_prompt(batch, rows=[0, 1], last=[33, 30, 1, 1])
-
-
 def test_long_rows_are_cut_and_summed() -> None:
     prompts = check_prompt(
         make_batch([700, 1026, 300, 40], [700, 90, 40, 1], group=1, dtype=torch.bfloat16)

@@ -63,12 +63,15 @@ class Eviction:
         ranks: the ranks of the policy, as indices into :data:`h2o_vllm.policy.ranks.RANKS`.
         fresh_blocks: the heavy and doomed blocks that no earlier eviction has ranked, in table order. Their
             tokens lie where they were written; the tokens of all other blocks lie where they were moved.
-        fresh_from: logical position of the first token in ``fresh_blocks``. The others follow it without
-            gaps.
+        fresh_from: logical position of the first token in ``fresh_blocks``. The others follow it, with one
+            gap at most.
+        fresh_gap: how many of ``fresh_blocks`` lie before the gap, and the blocks in it: the protected end of
+            the prompt.
         seen: tokens computed so far, which equals the number of queries so far.
         places: table indices of ``heavy_blocks`` if a segment settles, else empty. These blocks hold none of
             the candidates, so their content is not ranked. If no block is doomed, they already hold the
             tokens that stay: another request has ranked the same segment.
+        pinned: tokens in pinned blocks, and in the prompt's protected end if it lies before the heavy blocks.
     """
 
     request_id: str
@@ -80,11 +83,19 @@ class Eviction:
     fresh_from: int = 0
     seen: int = 0
     places: tuple[int, ...] = ()
+    fresh_gap: tuple[int, int] = (0, 0)
+    pinned: int = 0
 
     @property
     def moves(self) -> bool:
         """Whether tokens move from doomed blocks into heavy ones."""
         return bool(self.heavy_blocks and self.doomed_blocks)
+
+    def fresh_starts(self, block_size: int) -> tuple[int, ...]:
+        """Logical position of the first token of each of ``fresh_blocks``."""
+        before, gap = self.fresh_gap
+        places = (at + gap * (at >= before) for at in range(len(self.fresh_blocks)))
+        return tuple(self.fresh_from + place * block_size for place in places)
 
     @property
     def ranked_blocks(self) -> frozenset[int]:

@@ -167,7 +167,7 @@ class H2OConfig(Settings):
         """Default of ``kv_recent``: the server's option, otherwise the value of the policy.
 
         Args:
-            answers: whether the whole prompt is protected.
+            answers: whether the prompt's end is protected.
         """
         if self.kv_recent is not None:
             return self.kv_recent
@@ -197,7 +197,7 @@ class H2OConfig(Settings):
             "kv_settle_tokens": settle,
         }
         if settle:
-            if values["kv_protect"] == "short":
+            if values["kv_protect"] in ("short", "ends"):
                 # Segments are found again only after the same protected tokens; the prompt of a chat grows.
                 values["kv_protect"] = 0
             for name in values:
@@ -234,6 +234,6 @@ class H2OConfig(Settings):
 
     @property
     def short_prompt(self) -> int:
-        """Most tokens of a prompt that ``kv_protect`` ``"short"`` protects."""
+        """Most tokens of a prompt that ``kv_protect`` ``"short"`` or ``"ends"`` protects whole."""
         short = SHORT_PROMPT * self.kv_min_tokens
         return short if self.protect_limit is None else min(short, self.protect_limit)

@@ -18,11 +18,13 @@ class RequestBudget:
         min_fraction, max_fraction: operator limits; they bound ``tokens`` as well.
         floor: budgets never fall below this many tokens.
         recent: share of the budget given to the newest tokens, in [0, 1].
-        recent_of_answers: value of ``recent`` if the whole prompt is protected.
+        recent_of_answers: value of ``recent`` if the prompt's end is protected.
         policy: chooses which of the other tokens to keep.
-        protect: number of first tokens that are neither ranked nor evicted; the budget applies to the tokens
-            after them. One of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` until the prompt is
-            known.
+        protect: number of first tokens that are neither ranked nor evicted; the budget applies to the others.
+            One of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` until the prompt is known.
+        end: number of the prompt's last tokens that are protected as well; the least is taken of what the
+            server found, what is allowed, and what :func:`.schedule.protected_end` makes whole blocks of.
+        end_from: position of the first of them.
         delay: number of generated tokens before the first eviction.
         elastic: whether all tokens are kept until memory is short; the budget is then the floor.
         evict_from: evict nothing before this many tokens have been seen. 0 or a position inside the prompt:
@@ -45,6 +47,8 @@ class RequestBudget:
     recent_of_answers: float
     policy: Policy
     protect: int | str = 0
+    end: int = 0
+    end_from: int = 0
     delay: int = 0
     elastic: bool = False
     evict_from: int = 0

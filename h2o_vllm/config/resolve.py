@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from h2o_vllm.config.keys import END_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import EXACT_SHARE, ROLE_WORDS
@@ -46,8 +47,10 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         accepted = "0 where the server's budget is --kv-budget-tokens, unless kv_budget is given"
         raise BudgetError("kv_settle_tokens", settle, accepted)
     elastic, evict_from = _begin(config, given, default=settings["kv_elastic"])
+    end = asked.get(END_KEY) if asked else 0
     values |= {
         "policy": policy,
+        "end": end if isinstance(end, int) and end > 0 else 0,
         "recent_of_answers": (
             values["recent"]
             if settle or "kv_recent" in given
@@ -108,24 +111,29 @@ def for_prompt(
     Raises:
         BudgetError: ``"system"`` or ``"task"`` is asked for; or ``"prompt"``, and it is too long.
     """
-    protect, limit = budget.protect, config.protect_limit
+    protect, end, limit = budget.protect, 0, config.protect_limit
     if protect == "prompt":
         if named and limit is not None and prompt_tokens > limit:
             accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
             raise BudgetError("kv_protect", protect, accepted)
         protect = prompt_tokens if limit is None else limit
-    elif protect == "short":
+    elif protect in ("short", "ends"):
         # Segments are found again only after the same protected tokens, and the prompt of a chat grows.
         matters = budget.evicts and not budget.settle
-        protect = prompt_tokens if matters and prompt_tokens <= config.short_prompt else 0
+        short = config.short_prompt
+        if matters and protect == "ends" and prompt_tokens > short:
+            protect = min(1, short)
+            end = min(budget.end or short, short - protect)
+        else:
+            protect = prompt_tokens if matters and prompt_tokens <= short else 0
     elif protect in ROLE_WORDS:
         if named:
             accepted = "a number, 'prompt' or 'short' here: only a chat on a server has roles"
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
     protect = min(int(protect), prompt_tokens)
-    recent = budget.recent_of_answers if protect == prompt_tokens else budget.recent
-    return replace(budget, protect=protect, recent=recent)
+    recent = budget.recent_of_answers if end or protect == prompt_tokens else budget.recent
+    return replace(budget, protect=protect, end=end, recent=recent)
 
 
 def _budget(config: H2OConfig, given: Mapping[str, Any]) -> tuple[float, int | None]:
@@ -145,7 +153,7 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
     settle: int = _checked(config, name, given.get(name, config.kv_settle_tokens))
-    if name not in given and excluding(name, given):
+    if name not in given and (excluding(name, given) or given.get("kv_protect") == "ends"):
         settle = 0
     prefill = given.get("kv_prefill_tokens", 0 if settle else config.kv_prefill_tokens)
     policy = config.policy_of(asked, prefill, settle)

@@ -105,8 +105,8 @@ class Settings(EngineLimits):
     )  # fmt: skip
     kv_recent: float | None = setting(
         None,
-        "Share of the budget for the newest tokens. Default: set by the policy; larger if the prompt is "
-        "protected.",
+        "Share of the budget for the newest tokens. Default: set by the policy; larger if the prompt's "
+        "end is protected.",
         per_request=True, high=1, attribute="recent", reported="recent", says_how=True, settling_ignores=True,
     )  # fmt: skip
     kv_policy: str = setting(
@@ -126,9 +126,10 @@ class Settings(EngineLimits):
     kv_protect: int | str | None = setting(
         None,
         "First tokens that are never evicted and do not count in the budget: a number; the whole prompt; a "
-        "chat's system messages; these and the first user message (task); or the prompt if it is short. "
-        "Default: set by the policy, usually short.",
-        per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short", attribute="protect",
+        "chat's system messages; these and the first user message (task); the prompt if it is short; or, if "
+        "it is not, its first block and its end (ends), where a question stands. Default: set by the "
+        "policy, usually short.",
+        per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short|ends", attribute="protect",
         says_how=True,
     )  # fmt: skip
     kv_delay: int = setting(
@@ -260,6 +261,9 @@ def check_exclusions(given: Mapping[str, Any]) -> None:
     Raises:
         ConflictError: one does; the error names both and the reason.
     """
+    if given.get("kv_protect") == "ends" and given.get("kv_settle_tokens"):
+        reason = "left out with kv_settle_tokens: segments settle wherever the prompt ends"
+        raise ConflictError("kv_protect", "ends", reason)
     for name, value in given.items():
         if FIELDS[name].is_on(value) and (found := excluding(name, given)):
             raise ConflictError(name, value, f"left out with {found[0]}: {found[1]}")

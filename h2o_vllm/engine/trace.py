@@ -83,8 +83,8 @@ class TraceRecorder:
             ranked.begins = eviction.fresh_from
             ranked.positions.clear()
         layers, _, heads, block_size = scores.shape
-        for number, block in enumerate(eviction.fresh_blocks):
-            start = eviction.fresh_from + number * block_size
+        starts = eviction.fresh_starts(block_size)
+        for block, start in zip(eviction.fresh_blocks, starts, strict=True):
             fresh = torch.arange(start, start + block_size, dtype=torch.int32)
             ranked.positions[block] = fresh.expand(layers, heads, block_size)
         before = torch.stack([ranked.positions[block] for block in [*heavy, *doomed]], dim=1)

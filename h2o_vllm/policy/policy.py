@@ -18,8 +18,8 @@ from h2o_vllm.policy.ranks import END_QUERIES, NEVER, RANKS, Collects, Rank
 JOINED_RECENT = 0.25
 """Share of the newest tokens of policies with several ranks, which leaves each rank enough slots."""
 ANSWER_RECENT = 0.8
-"""The same where the prompt is protected: an answer goes on from its newest tokens. A 1.5B model then solves
-47 % of word problems, with 0.25 29 % (loadtest/results/quality.md, long answers)."""
+"""The same where the prompt's end is protected: an answer goes on from its newest tokens. A 1.5B model then
+solves 47 % of word problems, with 0.25 29 % (loadtest/results/quality.md, long answers)."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Policy:
 
     @property
     def recent_of_answers(self) -> float:
-        """The same where all of the prompt is protected, so that only the answer is ranked."""
+        """The same where the prompt's end is protected, which the newest tokens include at first."""
         return ANSWER_RECENT if self._has_many else self.ranks[0].recent
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.resolve import resolve_for
 from tests.published import PUBLISHED
@@ -123,6 +124,79 @@ def test_pinned_blocks_are_never_ranked_and_the_budget_is_of_the_rest(
     alone = run(rest, 800 - before)
     assert alike == [(seen, [list(indices) for indices in evicted]) for seen, evicted in alone]
     assert len(alike) > 10
+
+
+ENDS: list[dict[str, object]] = [
+    {"kv_budget": 0.2},
+    {"kv_budget": 0.3, "kv_recent": 0.05, "kv_delay": 16},
+    {"kv_budget": 0.3, "kv_recent": 1.0},
+    {"kv_budget_tokens": 1, "kv_recent": 0.0},
+    {"kv_budget": 0.2, "kv_policy": "window"},
+    {"kv_budget": 0.2, "kv_policy": "key", "kv_evict_from": 700},
+    {"kv_budget": 0.4, "kv_policy": "key", "kv_evict_from": 330},
+    {"kv_budget": 0.1, "kv_policy": "key", "kv_prefill_tokens": 100},
+    {"kv_budget": 0.9, "kv_prefill_tokens": 64, "kv_delay": 3},
+]
+
+
+@pytest.mark.parametrize("asked", ENDS, ids=str)
+@pytest.mark.parametrize("prompt", [65, 70, 99, 200, 307, 640])
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_the_prompts_end_stays_and_the_budget_is_of_the_rest(
+    asked: dict[str, object], prompt: int, block_size: int
+) -> None:
+    """Law 3, and what workers rely on: the heavy blocks are neighbours in the table without holes."""
+    one = make_state(prompt, block_size, kv_protect="ends", **asked)
+    assert one.pinned == 1 and len(one.end) * block_size >= min(32, prompt - block_size)
+    assert one.end.start >= 1 and one.end.stop == math.ceil(prompt / block_size)
+    assert len(one.end) * block_size < max(32, 0.9 * prompt / 2 + 2 * block_size)
+    live: set[int] = set()
+    evicted = 0
+    for seen in range(1200):
+        live |= {(seen - 1) // block_size} if seen else set()
+        due = one.evict(seen)
+        if due is not None:
+            ranked = {*due.heavy, *due.doomed}
+            assert ranked <= live - {0, *one.end} and max(ranked) < seen // block_size
+            assert {*due.fresh} <= ranked or not one.policy.moves_tokens
+            live -= {*due.doomed}
+            table = sorted(live)
+            first = table.index(due.heavy[0]) if due.heavy else 0
+            assert table[first : first + len(due.heavy)] == [*due.heavy]
+            assert one.pinned_before(due.heavy) == max(1, first) * block_size
+            evicted += 1
+        assert {0, *one.end} & {*range(seen // block_size)} <= live
+        if one._evict_from is not None and seen >= one._evict_from:
+            rest = max(16, math.ceil(float(str(asked.get("kv_budget", 0))) * seen))
+            assert len(live) <= 1 + len(one.end) + math.ceil(rest / block_size) + 1
+    assert evicted > 2
+
+
+@pytest.mark.parametrize("asked", ENDS, ids=str)
+def test_a_replay_with_a_protected_end_evicts_as_before(asked: dict[str, object]) -> None:
+    one = make_state(307, kv_protect="ends", **asked)
+    evicted = [(seen, due) for seen in range(900) if (due := one.evict(seen)) is not None]
+    one.release()
+    readable = one.readable_tokens(900)
+    assert readable <= one.publishable_tokens(900)
+    computed, again = readable, []
+    while computed < 900:
+        due = one.evict(computed)
+        again += [(computed, due)] if due is not None else []
+        computed += one.chunk_limit(computed, min(64, 900 - computed))
+    assert again == [(seen, due) for seen, due in evicted if seen >= readable]
+
+
+def test_a_first_eviction_behind_the_end_says_where_its_gap_is() -> None:
+    one = make_state(100, kv_protect="ends", kv_budget=0.2, kv_recent=0.0, kv_evict_from=400)
+    first = one.evict(400)
+    assert first is not None and one.end == range(4, 7)
+    assert first.fresh[:3] == (1, 2, 3) and first.fresh[3] == 7
+    assert one.gap_in(first.fresh) == (3, 3) and min(first.heavy) > 7
+    starts = Eviction("r", (), (), (), fresh_blocks=first.fresh, fresh_from=16, fresh_gap=(3, 3))
+    assert starts.fresh_starts(16) == tuple(16 * index for index in first.fresh)
+    assert one.pinned_before(first.heavy) == (1 + 3) * 16
+    assert one.publishable_tokens(400) == 4 * 16, "what it does not write, up to the end"
 
 
 def test_the_last_pinned_block_fills_up_before_the_first_eviction() -> None:

@@ -23,6 +23,7 @@ BUDGET = {"kv_budget": 0.2}
         ({"kv_exact": True}, 1000, 1200, "kv_budget is 1, or kv_exact is true"),
         (BUDGET, 36, 95, "the prompt is protected (kv_protect); of the other 31 tokens 31 may stay: no bu"),
         (BUDGET | {"kv_protect": 0}, 36, 95, "95 of 95 tokens may stay, and no budget is below kv_min_tokens"),
+        ({"kv_budget": 0.9, "kv_protect": "ends"}, 513, 530, "the ends of the prompt are protected (kv_protect); of"),
         (BUDGET | {"kv_protect": 64}, 900, 190, "the first 64 tokens are protected (kv_protect); of the othe"),
         ({"kv_budget": 0.99}, 1000, 1100, "1089 of 1100 tokens may stay, and whole blocks are freed"),
         (BUDGET, 1000, 1010, "the answer ended within kv_delay, 16 tokens"),

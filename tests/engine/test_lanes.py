@@ -109,13 +109,14 @@ CASES = {
     "value-protected-delayed": ({"kv_recent": 0.25, "kv_protect": 50, "kv_delay": 2}, 390),
     "end-protected": ({"kv_recent": 0.25, "kv_protect": 70}, 530),
     "mean": ({"kv_recent": 0.25}, 330),
+    "value-ends": ({"kv_recent": 0.25, "kv_protect": "ends", "kv_delay": 2}, 480),
     "predicted+key": ({"kv_recent": 0.1, "kv_protect": 50}, 400),
     "predicted+value+end+key": ({"kv_recent": 0.25, "kv_delay": 2}, 530),
     "predicted-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384}, 545),
     "attention-bounded": ({"kv_recent": 0.25, "kv_prefill_tokens": 384, "kv_protect": 50}, 545),
 }
 """The policy is what comes before a hyphen."""
-FAST = ("attention", "predicted+key", "attention-bounded")
+FAST = ("attention", "predicted+key", "value-ends", "attention-bounded")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ BUDGETS: list[dict[str, Any] | None] = [
     {"kv_budget": 0.3, "kv_policy": "window"},
     {"kv_budget": 0.3, "kv_policy": "random"},
     {"kv_budget": 0.2, "kv_protect": 100},
+    {"kv_budget": 0.2, "kv_protect": "ends"},
     {"kv_budget": 0.2, "kv_protect": 40, "kv_prefill_tokens": 192},
     {"kv_budget": 0.2, "kv_policy": "value", "kv_prefill_tokens": 192},
     {"kv_budget": 1.0},

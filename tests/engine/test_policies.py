@@ -93,7 +93,8 @@ def model_of(
         asked["kv_recent"],
         block,
         floor,
-        protected=asked.get("kv_protect", 0),
+        protected=1 if (ends := asked.get("kv_protect") == "ends") else asked.get("kv_protect", 0),
+        ends=ends,
         delay=asked.get("kv_delay", 0),
         bound=asked.get("kv_prefill_tokens", 0),
         shared=asked.get("kv_heads") == "shared",
@@ -118,21 +119,18 @@ def assert_kept_as_by(
         answer = model.generate(prompt, steps)
     assert len(model.ranked) > 1
     assert_answer(ours, *answer, tolerance)
-    assert_keeps_as(model, ours.keys, asked.get("kv_protect", 0))
+    assert_keeps_as(model, ours.keys)
     return ours
 
 
 def assert_keeps_as(
-    model: PolicyModel, live: Sequence[Sequence[torch.Tensor] | torch.Tensor], first: int = 0
+    model: PolicyModel, live: Sequence[Sequence[torch.Tensor] | torch.Tensor]
 ) -> None:
     """The keys of each layer and head, [S, D], are those of the tokens that ``model`` keeps.
 
     Rounding may swap a pair at the border of some head: two implementations give a token scores that are some
     1e-5 of their size apart, as probabilities are exponentials of large logits. So two tokens may change
     places if the model's own scores of them nearly tie, but not because they have one rank; nothing else may.
-
-    Args:
-        first: so many first tokens must be there.
     """
     swapped = 0
     for number, heads in zip(model.layers, live, strict=True):
@@ -141,7 +139,7 @@ def assert_keeps_as(
             where = positions(keys, layer.keys[head], tolerance=4e-3)
             kept, expected = set(where.tolist()), set(model.kept(number, head))
             assert len(kept) == len(keys) == len(expected)
-            assert kept >= set(range(first))
+            assert kept >= {*range(model.protected), *model.end}
             for one in kept ^ expected:
                 margin = layer.margins[head].get(one, math.inf)
                 assert margin < NEARLY_TIED, (number, head, one, margin)

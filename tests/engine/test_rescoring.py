@@ -90,10 +90,11 @@ def wanted(rescorer: Rescorer, one: Eviction, compared: Sequence[int]) -> Tensor
     scores, part = plane_of(rescorer.scores, blocks), rescorer.calibration
     late = scores - plane_of(rescorer.early, blocks)
     assert part is not None
-    count = scores.shape[2]
     fresh = Fresh(
         scores[:, None],
-        torch.arange(one.fresh_from, one.fresh_from + count).float()[None, None],
+        torch.cat([torch.arange(at, at + BLOCK) for at in one.fresh_starts(BLOCK)]).float()[
+            None, None
+        ],
         torch.full((1, 1, 1), float(one.seen)),
         late[:, None],
         {
@@ -126,6 +127,14 @@ def test_a_later_eviction_compares_with_what_the_first_one_ranked(
     check(rescorer, first_of(name), FIRST)
     check(rescorer, later_of(name, [40]), FIRST)
     check(rescorer, later_of(name, [41, 33]), FIRST)
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_tokens_behind_a_protected_end_have_their_own_positions(name: str) -> None:
+    rescorer = rescorer_of()
+    one = replace(first_of(name), fresh_gap=(3, 9), seen=700)
+    assert one.fresh_starts(16) == (48, 64, 80, 240, 256, 272, 288)
+    check(rescorer, one, FIRST)
 
 
 @pytest.mark.parametrize("name", JOINS)

@@ -25,7 +25,7 @@ from tests.engine.traffic_fields import run_machine
 OFTEN = {
     "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20,
     "drafted": 1000, "accepted": 500, "exact": 10,
-    "parted": 50,
+    "parted": 50, "ends": 20,
 }  # fmt: skip
 """How often each event has to be seen, far below the usual. Hits and meetings have scripts of their own:
 ``test_doomed_hits_tokens.py``, ``test_eviction_order.py``, ``test_ghost.py``."""
@@ -57,7 +57,8 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
         f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
-        f"{Traffic.exact} times an exact request ran, {Traffic.parted} steps with first late queries"
+        f"{Traffic.exact} times an exact request ran, {Traffic.parted} steps with first late queries, "
+        f"{Traffic.ends} times one without its middle"
     )
     assert not rare()
 

@@ -36,13 +36,15 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = parted = 0
+    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = parted = (
+        ends
+    ) = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``exact``: the same of exact ones that run; ``parted``: steps in which late queries
-    begin; ``both``: preempted in the step that had already evicted from it, which chance hardly brings about:
-    ``test_laws_blocks.py`` has a script for it."""
+    which it had evicted; ``ends``: times that one with a protected end had; ``exact``: the same of exact ones
+    that run; ``parted``: steps in which late queries begin; ``both``: preempted in the step that had already
+    evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -258,7 +260,9 @@ class Traffic(RuleBasedStateMachine):
                 allowed = budget_tokens(state.budget, self.rig.reached[request.request_id])
                 assert live <= math.ceil(allowed / self.rig.block_size) + 1 + self.rig.ahead
             table = blocks.req_to_blocks[request.request_id]
-            assert not any(block.is_null for block in table[: state.pinned])
+            ends = [*table[: state.pinned], *table[state.end.start : state.end.stop]]
+            assert not any(block.is_null for block in ends), "a protected block is gone"
+            Traffic.ends += bool(state.end and state.holes)
             if state.policy.moves_tokens:
                 self.check_private(state, table)
             elif hashed := [i for i, block in enumerate(table) if block.block_hash is not None]:
@@ -337,7 +341,8 @@ def first_ranked(state: EvictionState) -> int:
         return state.pinned
     assert state._begin is not None
     freed = (state.schedule.freed(n, state._evict_from) for n in itertools.count(state._begin))
-    return state.pinned + next(filter(None, freed))
+    first = state.pinned + next(filter(None, freed))
+    return min(first, state.end.start) if state.end else first
 
 
 def first_eviction(state: EvictionState, seen: int) -> int:

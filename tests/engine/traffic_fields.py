@@ -34,7 +34,9 @@ RIGS: dict[str, Any] = {
 """What a run of the machine may serve with."""
 
 protects = st.one_of(
-    st.sampled_from(["prompt", "short"]), st.sampled_from([50, 100]), st.integers(0, 250)
+    st.sampled_from(["prompt", "short", "ends", "ends"]),
+    st.sampled_from([50, 100]),
+    st.integers(0, 250),
 )
 
 budgets = st.one_of(
@@ -64,7 +66,10 @@ bounds = st.fixed_dictionaries(
         ),
         "kv_prefill_tokens": st.integers(1, 90),
     },
-    optional={"kv_protect": st.integers(0, 60), "kv_elastic": st.booleans()},
+    optional={
+        "kv_protect": st.one_of(st.just("ends"), st.integers(0, 60)),
+        "kv_elastic": st.booleans(),
+    },
 )
 
 elastic = st.fixed_dictionaries(

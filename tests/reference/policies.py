@@ -50,6 +50,7 @@ class PolicyModel:
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
         block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
         protected: first tokens beside the budget, rounded up to blocks.
+        ends: whether the prompt's end is protected, too: half of the budget, and what two floors hold.
         delay: generated tokens before the first eviction.
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
@@ -64,6 +65,7 @@ class PolicyModel:
     block: int
     floor: int
     protected: int = 0
+    ends: bool = False
     delay: int = 0
     bound: int = 0
     shared: bool = False
@@ -77,6 +79,9 @@ class PolicyModel:
     states: States = field(default_factory=States)
     """Of convolution and state-space layers, which do as well."""
     prompt: int = 0
+    before: int = 0
+    """Tokens of one head in slots before the protected end that have been ranked: as long as there are some,
+    of those behind it as many are ranked at a time as go."""
     evicted: int = 0
     ranked: list[tuple[int, int, int]] = field(default_factory=list)
     """Per eviction: tokens seen, and the positions that it ranked for the first time, from .. to."""
@@ -145,7 +150,7 @@ class PolicyModel:
         inside = seen in self._points()
         if not inside and seen < self.prompt + self.delay:
             return
-        rest = max(0, seen - self.protected)
+        rest = max(0, seen - self.protected - len(range(self.end.start, min(seen, self.end.stop))))
         budget = min(rest, max(self.floor, math.ceil(round(self.fraction * rest, 6))))
         if inside:
             budget = self.bound - self._quarter
@@ -154,8 +159,11 @@ class PolicyModel:
             return
         exact = seen - round(self.recent * budget)
         until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
-        until = max(until, self.evicted + excess + self.protected)
+        least = self.evicted + excess + self.protected
+        until = max(until, least + len(self.end) * (least > self.end.start))
         fresh = max((end for _, _, end in self.ranked), default=self.protected)
+        if self.end:
+            fresh, until = self._beside_the_end(fresh, until, excess)
         self.ranked.append((seen, fresh, max(fresh, until)))
         # Of equal scores, those survive that are not copied: see h2o_vllm/kernels/reference.py.
         copied = self.protected + excess if len(self.ranked) == 1 else 0
@@ -164,11 +172,11 @@ class PolicyModel:
             candidates = []
             for head, scores in enumerate(ranks):
                 alive = layer.alive[head].nonzero().flatten().tolist()
-                old = [p for p in alive if self.protected <= p < until]
+                old = [p for p in alive if self.protected <= p < until and p not in self.end]
                 ranked = partial(_survival, scores=scores, copied=copied)
                 candidates.append(sorted(old, key=ranked))
             kept = [len(old) - excess for old in candidates]
-            if self.shared:
+            if self.shared and any(kept):
                 kept = self._shares(ranks, candidates, sum(kept))
             layer.margins = layer.margins or [{} for _ in ranks]
             for head, (old, count) in enumerate(zip(candidates, kept, strict=True)):
@@ -176,6 +184,34 @@ class PolicyModel:
                 together = None if layer.ranks is None else layer.ranks[head].tolist()
                 note_margins(layer.margins[head], ranks[head], together, old, count)
         self.evicted += excess
+
+    @property
+    def end(self) -> range:
+        """The protected end, whole blocks."""
+        if not self.ends:
+            return range(0)
+        half = min(self.prompt, max(self.floor, math.ceil(self.fraction * self.prompt))) // 2
+        most = min(max(half, 2 * self.floor), 4 * self.floor - 1)
+        if self.bound:
+            most = min(most, self.bound // 2)
+        start = (self.prompt - most) // self.block * self.block
+        return range(start, math.ceil(self.prompt / self.block) * self.block)
+
+    def _beside_the_end(self, fresh: int, until: int, excess: int) -> tuple[int, int]:
+        """Which tokens are ranked for the first time, from .. to, all on one side of the protected end."""
+        start, stop = self.end.start, self.end.stop
+        before = self.before + max(0, min(until, start) - fresh)
+        if not before:
+            return max(fresh, stop), until
+        if not self.ranked or until <= stop:
+            assert self.ranked or excess < before, "no test is of that"
+            self.before = before - excess
+            return fresh, min(until, start)
+        assert fresh >= start, "no test is of that"
+        fresh = max(fresh, stop)
+        until = min(until, fresh + excess)
+        self.before = before - (excess - (until - fresh))
+        return fresh, until
 
     def _shares(
         self, scores: list[list[float]], candidates: list[list[int]], room: int

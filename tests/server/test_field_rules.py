@@ -75,6 +75,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
         if (policy_of(policy).needs_scores or policy == "window") and not policy_of(policy).calibrated
         and policy != "auto"
     ),
+    ({}, {**SETTLES, "kv_protect": "ends"}, "kv_protect", "left out with kv_settle_tokens: "),
     ({"no_settling_reason": "it is full"}, SETTLES, "kv_settle_tokens", r"0 on this server \(it is full\)"),
     ({"kv_budget_tokens": 300}, SETTLES, "kv_settle_tokens", "server's budget is --kv-budget-tokens"),
     *(
@@ -119,6 +120,7 @@ RESOLVED: list[tuple[Fields, Fields, Fields]] = [
     ({"kv_exact": True, "kv_budget": 0.2, "kv_elastic": True, "kv_protect": "prompt"}, {},
      {"exact": True, "fraction": 0.2, "elastic": False, "protect": 0}),
     ({"kv_exact": True, "kv_budget": 0.2, "kv_elastic": True}, {"kv_exact": False}, {"exact": False, "elastic": True}),
+    ({**SETTLES, "kv_budget": 0.2}, {"kv_protect": "ends"}, {"settle": 0, "protect": "ends"}),
     # Naming how to evict is enough, whatever the value.
     *(({"kv_exact": True}, {"kv_budget": 0.2, **how}, {"exact": False, "evicts": True}) for how in HOW),
     ({"kv_exact": True, "kv_trace": True}, {"kv_trace": True}, {"exact": False}),

@@ -89,7 +89,7 @@ def test_every_setting_is_a_row_and_shows_in_every_place() -> None:
 
 def test_every_attribute_of_a_budget_is_a_row_or_follows_from_several() -> None:
     derived = {"fraction", "tokens", "min_fraction", "max_fraction", "floor"}
-    derived |= {"recent_of_answers", "evict_from", "trace"}
+    derived |= {"recent_of_answers", "evict_from", "trace", "end", "end_from"}
     rows = {row.attribute for row in FIELDS.values()} - {""}
     assert rows | derived == {each.name for each in fields(RequestBudget)}
 

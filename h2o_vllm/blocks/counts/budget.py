@@ -14,7 +14,8 @@ a block as soon as a whole block is in excess::
 
 ``seen - budget_tokens(seen)`` never falls as ``seen`` grows, so a block that is due stays due.
 
-Protected first tokens do not count against the budget. The budget applies to the tokens after them.
+Protected tokens, the first ones and the prompt's end, do not count against the budget. It applies to the
+others. A recent window that begins before the prompt's end includes it, and nothing in it is ranked.
 
 The newest tokens held are the recent window. Eviction ranks whole blocks or none of a block, so the window
 begins at a block: the one nearest to its exact start. Rounding always in the window's favour would leave no
@@ -43,7 +44,7 @@ def budget_tokens(budget: RequestBudget, seen: int) -> int:
 
 def protected_tokens(budget: RequestBudget, seen: int) -> int:
     """How many of the ``seen`` tokens are protected. ``budget.protect`` must be a number."""
-    return min(int(budget.protect), seen)
+    return min(int(budget.protect), seen) + min(max(0, seen - budget.end_from), budget.end)
 
 
 def recent_tokens(budget: RequestBudget, seen: int) -> int:

@@ -7,12 +7,13 @@ Runs in the engine core. Imports no vLLM: it handles block-table indices, never 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from h2o_vllm.blocks.counts.request_counts import RequestCounts
 from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.schedule import EvictionSchedule
-from h2o_vllm.blocks.counts.split import drop_oldest, rank_all
+from h2o_vllm.blocks.counts.split import drop_oldest, fresh_blocks, rank_all
 from h2o_vllm.config.request_budget import RequestBudget
 
 
@@ -20,12 +21,12 @@ class EvictionIndices(NamedTuple):
     """Table indices of one eviction, each list ascending.
 
     ``heavy`` and ``doomed`` are those of :class:`.BlockSplit`. ``fresh`` are the indices among them that no
-    earlier eviction has ranked; they are contiguous.
+    earlier eviction has ranked; they are neighbours, but for the prompt's protected end.
     """
 
     heavy: tuple[int, ...]
     doomed: tuple[int, ...]
-    fresh: range
+    fresh: tuple[int, ...]
 
 
 class EvictionState(RequestState):
@@ -33,8 +34,10 @@ class EvictionState(RequestState):
 
     ::
 
-        | pinned: protected, never ranked | candidates: doomed, heavy | recent |
-        0                              pinned                   recent_from
+        | pinned: protected, never ranked | candidates: doomed, heavy | protected end | candidates | recent |
+        0                              pinned                                                  recent_from
+
+    The protected end, with ``kv_protect`` ``"ends"``, may lie in the recent window.
 
     Evictions begin ``delay`` tokens after the prompt, or after ``evict_from`` tokens, whichever is later. The
     evictions of an elastic request begin when :meth:`squeeze` is called, and not before its delay. That point
@@ -114,11 +117,11 @@ class EvictionState(RequestState):
         indices = self._split(computed, num_doomed)
         doomed = frozenset(indices.doomed)
         self._candidates = [i for i in (*self._candidates, *indices.fresh) if i not in doomed]
-        self._next_index = max(self._next_index, indices.fresh.stop)
+        self._next_index = max((self._next_index, *(index + 1 for index in indices.fresh)))
         self.holes += num_doomed
         if self._evicted_at is None:
-            # The doomed blocks follow the pinned ones.
-            self._num_read_only_blocks = self.pinned + num_doomed
+            # The doomed blocks follow the pinned ones, up to the protected end.
+            self._num_read_only_blocks = min(self.pinned + num_doomed, self.end.start)
             self._evicted_at = computed
             if self._squeezed_at is None:
                 self._squeezed_at = computed
@@ -169,12 +172,14 @@ class EvictionState(RequestState):
     def _split(self, computed: int, num_doomed: int) -> EvictionIndices:
         until = self.schedule.recent_from(computed)
         # The doomed blocks must lie before the recent window.
-        until = max(until, self.holes + num_doomed + self.pinned)
-        fresh = range(self._next_index, until)
+        least = self.holes + num_doomed + self.pinned
+        until = max(until, least + len(self.end) * (least > self.end.start))
+        first = self._evicted_at is None
+        places = range(self._next_index, until)
+        fresh = fresh_blocks(self._candidates, places, self.end, num_doomed, first=first)
         candidates = [*self._candidates, *fresh]
         if not self.policy.moves_tokens:
             return EvictionIndices(*drop_oldest(candidates, num_doomed), fresh)
-        first = self._evicted_at is None
         return EvictionIndices(*rank_all(candidates, num_doomed, first=first), fresh)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
@@ -237,6 +242,16 @@ class EvictionState(RequestState):
             *(index for index in evicted.doomed if index >= self._num_read_only_blocks),
         )
 
+    def gap_in(self, fresh: Sequence[int]) -> tuple[int, int]:
+        """:attr:`.Eviction.fresh_gap` of these table indices."""
+        before = sum(index < self.end.start for index in fresh)
+        return (before, len(self.end)) if 0 < before < len(fresh) else (0, 0)
+
+    def pinned_before(self, heavy: Sequence[int]) -> int:
+        """:attr:`.Eviction.pinned` with heavy blocks of these table indices."""
+        behind = self.budget.end if heavy and heavy[0] >= self.end.start else 0
+        return self.pinned_tokens + behind
+
     @property
     def _num_cacheable_blocks(self) -> int:
         """Number of first blocks that may come from the prefix cache, if the request is not stock."""
@@ -244,7 +259,7 @@ class EvictionState(RequestState):
         if begin is None or due is None or self.policy.needs_scores:
             return self.pinned
         if self.policy.moves_tokens:
-            return self.pinned + self.schedule.freed(due, self._evict_from)
+            return min(self.pinned + self.schedule.freed(due, self._evict_from), self.end.start)
         # One token less: a hit that ends at ``begin`` would skip the eviction that is due there.
         return max(self.pinned, (begin - 1) // self.block_size)
 

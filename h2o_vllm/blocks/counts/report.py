@@ -94,6 +94,7 @@ def _within_budget(schedule: Schedule, seen: int) -> str:
     why = "no budget is below kv_min_tokens" if kept <= budget.floor else "whole blocks are freed"
     if not protected:
         return f"{kept} of {seen} tokens may stay, and {why}"
-    which = "prompt is" if protected >= schedule.prompt_tokens else f"first {protected} tokens are"
+    first = "ends of the prompt" if budget.end else f"first {protected} tokens"
+    which = "prompt is" if protected >= schedule.prompt_tokens else f"{first} are"
     rest = seen - protected
     return f"the {which} protected (kv_protect); of the other {rest} tokens {kept} may stay: {why}"

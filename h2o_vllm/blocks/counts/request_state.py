@@ -10,6 +10,7 @@ from h2o_vllm.blocks.counts.report import request_report
 from h2o_vllm.blocks.counts.request_counts import RequestCounts
 from h2o_vllm.blocks.counts.schedule import Schedule
 from h2o_vllm.blocks.plan import EvictionParams
+from h2o_vllm.policy.ranks import NEVER
 
 
 class RequestState(ABC):
@@ -35,6 +36,9 @@ class RequestState(ABC):
         """The budget, rounded to blocks."""
         self.pinned = int(self.budget.protect) // self.block_size
         """Number of pinned blocks: the first ones of the table, which hold the protected tokens."""
+        first = self.budget.end_from // self.block_size if self.budget.end else NEVER
+        self.end = range(first, first + self.budget.end // self.block_size)
+        """Table indices of the blocks that hold the prompt's protected end."""
         self.policy = self.budget.policy
         # Evictions come before a forward pass, so the last sampled token causes none. The excess never falls
         # as a sequence grows, so it is enough to check the last count.

@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, next_eviction, recent_from
 from h2o_vllm.config.request_budget import RequestBudget
+from h2o_vllm.config.request_fields import SHORT_PROMPT
 from h2o_vllm.errors import BudgetError
 
 LEAST_BOUND_BLOCKS = 4
@@ -49,6 +50,22 @@ class OtherGroup(NamedTuple):
 def whole_blocks(budget: RequestBudget, block_size: int) -> int:
     """The protected tokens, rounded up to whole blocks. ``budget.protect`` must be a number."""
     return math.ceil(int(budget.protect) / block_size) * block_size
+
+
+def protected_end(budget: RequestBudget, block_size: int, prompt_tokens: int) -> range:
+    """Positions of the prompt's protected end, whole blocks: ``budget.end`` tokens, or half of the budget.
+
+    Half of a short prompt may be more, so that a chat that outgrows it keeps that. A bound is halved as well.
+    """
+    if not budget.end:
+        return range(0)
+    half = budget_tokens(replace(budget, protect=0, end=0), prompt_tokens) // 2
+    most = max(half, SHORT_PROMPT * budget.floor // 2)
+    if 0 < budget.prefill < prompt_tokens:
+        most = min(most, budget.prefill // 2)
+    start = (prompt_tokens - min(budget.end, most)) // block_size * block_size
+    start = max(start, whole_blocks(budget, block_size))
+    return range(start, math.ceil(prompt_tokens / block_size) * block_size)
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,8 @@ class EvictionSchedule(Schedule):
             least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(budget.floor / block_size))
             prefill = max(budget.prefill // block_size, least) * block_size
         rounded = replace(budget, protect=whole_blocks(budget, block_size), prefill=prefill)
+        end = protected_end(rounded, block_size, prompt_tokens)
+        rounded = replace(rounded, end=len(end), end_from=end.start)
         return cls(rounded, block_size, prompt_tokens)
 
     @property

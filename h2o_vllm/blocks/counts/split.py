@@ -17,6 +17,26 @@ class BlockSplit(NamedTuple):
     doomed: tuple[int, ...]
 
 
+def fresh_blocks(
+    ranked: list[int], places: range, end: range, num_doomed: int, *, first: bool
+) -> tuple[int, ...]:
+    """The blocks at ``places`` that this eviction ranks first: none of the prompt's protected ``end``.
+
+    The heavy blocks always lie on one side of it, so they are neighbours in a table without holes: while some
+    lie before it, blocks behind it are ranked only to be freed.
+
+    Args:
+        ranked: table indices of live blocks that evictions have ranked.
+        end: table indices. num_doomed, first: as for :func:`rank_all`.
+    """
+    before = range(places.start, min(places.stop, end.start))
+    behind = range(max(places.start, end.stop), places.stop)
+    num_before = len(before) + sum(index < end.start for index in ranked)
+    if num_before and not (first and num_before <= num_doomed):
+        behind = behind[: 0 if first else num_doomed]
+    return (*before, *behind)
+
+
 def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
     """Free the oldest blocks at the first eviction, the newest at every later one.
 

@@ -258,7 +258,9 @@ class H2OBlockManager(EvictingManager):
             holes=indices.doomed,
             ranks=state.policy.indices(in_prompt=computed < state.prompt_tokens),
             fresh_blocks=tuple(table[index].block_id for index in indices.fresh),
-            fresh_from=indices.fresh.start * self.block_size,
+            fresh_from=min(indices.fresh, default=computed // self.block_size) * self.block_size,
+            fresh_gap=state.gap_in(indices.fresh),
+            pinned=state.pinned_before(indices.heavy),
             seen=computed,
         )
         if self.enable_caching:

@@ -187,6 +187,7 @@ class CudaState(WorkerState):
                 shared.append(kernels.Compaction(*blocks, slot))
                 self._heavy_blocks[one.request_id] = one.heavy_blocks
                 self.policies.shared[slot] = len(one.heavy_blocks)
+                self.policies.pinned[slot] = max(self.policies.pinned[slot], one.pinned)
             else:
                 equal.append(kernels.Compaction(one.heavy_blocks, one.doomed_blocks))
         for some, lanes in ((equal, None), (shared, self.lanes)):

@@ -152,14 +152,17 @@ class Rescorer(ABC):
 
     def _score(self, evictions: Sequence[Eviction], policy: Policy, *, first: bool) -> None:
         """Of evictions with as many fresh blocks each: one first eviction, or later ones."""
+        block_size, number = self.scores.shape[3], len(evictions[0].fresh_blocks)
         told = self.to_device(
-            torch.tensor([(one.fresh_from, one.seen, *one.fresh_blocks) for one in evictions])
+            torch.tensor(
+                [(e.seen, *e.fresh_starts(block_size), *e.fresh_blocks) for e in evictions]
+            )
         )
-        blocks, count = told[:, 2:].flatten(), len(evictions)
-        share = len(evictions[0].fresh_blocks) * self.scores.shape[3]
-        places = torch.arange(share, device=blocks.device)
-        positions = (told[:, :1] + places).float()[:, None]
-        seen = told[:, 1:2].float()[:, None]
+        blocks, count = told[:, 1 + number :].flatten(), len(evictions)
+        share = number * block_size
+        places = torch.arange(block_size, device=blocks.device)
+        positions = (told[:, 1 : 1 + number, None] + places).flatten(1).float()[:, None]
+        seen = told[:, :1].float()[:, None]
         centres = self._centres_of(evictions) if policy.compares and not first else None
         taken: list[Tensor] = []
         # What is read of a token is large, what formulas make of it is small: many layers at once.

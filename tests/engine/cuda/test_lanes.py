@@ -26,6 +26,14 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         ("end", 75, 40, {"kv_policy": "end", "kv_protect": 5}),
         ("value", 130, 40, {"kv_policy": "value", "kv_protect": 33, "kv_delay": 3}),
         ("mean", 125, 40, {"kv_policy": "mean"}),
+        (
+            "three-ends",
+            170,
+            60,
+            {"kv_policy": "value+end+key", "kv_protect": "ends", "kv_budget": 0.6},
+        ),
+        # Its heavy blocks lie before the protected end, then there are none, then they lie behind it.
+        ("mean-behind", 140, 200, {"kv_policy": "mean", "kv_protect": "ends", "kv_recent": 0.8}),
         ("three", 117, 40, {"kv_policy": "value+end+key"}),
         ("predicted", 117, 40, {"kv_policy": "predicted+value+end+key"}),
         (
@@ -39,6 +47,7 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     )
 }
 QUICK = [f"{UNEVEN}-{name}" for name in ("attention", "three-bounded")]
+ENDS = [f"{UNEVEN}-three-ends", f"{UNEVEN}-mean-behind"]
 SOME = [*QUICK, f"{UNEVEN}-value", f"{UNEVEN}-predicted"]
 
 
@@ -100,6 +109,7 @@ def shared_chunks(rig: Rig, gpu: FakeGPU) -> set[str]:
     ("preempt", "pipelined", "base", "names", "readers"),
     [
         pytest.param(True, False, "flash", QUICK, 0, id="preempted-flash"),
+        pytest.param(False, False, "flash", ENDS, 0, id="ends"),
         pytest.param(False, True, "triton", SOME, 0, id="async-triton", marks=pytest.mark.slow),
         pytest.param(False, False, "flash", QUICK, 2, id="read-by-others", marks=pytest.mark.slow),
         pytest.param(False, False, "flash", [*REQUESTS], 0, id="all", marks=pytest.mark.long),

@@ -108,6 +108,7 @@ def run(
 ) -> tuple[list[Row], dict[str, int]]:
     """Load, sample, pause, look; the rows, each shown as it is measured, and the outcomes of all requests."""
     traffic, rows = Traffic(server.url, args.seed), []
+    traffic.fill_kernels()
     traffic.start(args.users)
     started = time.monotonic()
     pauses = itertools.count(1)

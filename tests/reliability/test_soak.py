@@ -41,6 +41,5 @@ def test_half_a_minute_of_everything_leaves_no_block_and_no_error(
     assert {verdict["name"] for verdict in about["verdicts"] if verdict["points"] >= 2} >= {
         "rss_mib", "fds", "threads", "latency_s", "idle_blocks",
     }  # fmt: skip
-    assert (tmp_path / "soak.png").stat().st_size > 10_000
     assert done.returncode in (0, 1)
     assert (done.returncode == 0) is about["flat"]

@@ -27,8 +27,8 @@ class RequestBudget:
         end_from: position of the first of them.
         delay: number of generated tokens before the first eviction.
         elastic: whether all tokens are kept until memory is short; the budget is then the floor.
-        evict_from: evict nothing before this many tokens have been seen. 0 or a position inside the prompt:
-            begin after the prompt.
+        evict_from: evict nothing before this many tokens have been seen. Inside the prompt: evict there, and
+            compute the rest of the prompt on what is kept. 0: begin after the prompt.
         prefill: most unprotected tokens that a prompt holds while it is computed; 0: no limit. See
             :class:`h2o_vllm.blocks.counts.schedule.EvictionSchedule`, which rounds it.
         trace: whether the report lists the positions that each layer and KV head still holds.
@@ -63,3 +63,7 @@ class RequestBudget:
         """Whether this request can ever lose a token. If not, stock vLLM serves it."""
         asked = self.tokens is not None or self.fraction < 1.0 or self.prefill > 0
         return asked and not self.exact
+
+    def context(self, prompt_tokens: int) -> int:
+        """First tokens of a prompt that are computed with full attention: up to ``evict_from``, or all."""
+        return min(self.evict_from or prompt_tokens, prompt_tokens)

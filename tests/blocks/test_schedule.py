@@ -35,6 +35,7 @@ schedules = st.builds(
     kv_delay=st.integers(0, 40),
     kv_recent=st.floats(0, 1),
     kv_prefill_tokens=st.one_of(st.just(0), st.integers(1, 400)),
+    kv_evict_from=st.one_of(st.none(), st.integers(1, 1000)),
 )
 
 
@@ -84,14 +85,16 @@ def test_played_request_never_holds_more_than_its_peak(one: EvictionSchedule, an
         freed = now
         live = seen + 1 - freed * size
         held = max(held, live)
-        if one.first is not None and seen < one.prompt_tokens:
+        if one.first is not None and seen < one.context:
             assert live <= bound
     peak = one.peak_tokens(total, begin)
     assert held <= peak <= held + 2 * size
     assert one.can_evict(total - 1) == (freed > 0)
     assert one.next_due(total, begin, total) is None
-    if one.first is None:
+    if one.first is None and one.context == one.prompt_tokens:
         assert one.reserved_tokens(total) == 0
+    elif one.first is None:
+        assert one.context <= one.reserved_tokens(total) <= one.peak_tokens(total, one.earliest)
     else:
         assert one.first <= one.reserved_tokens(total) <= one.peak_tokens(total, one.earliest)
 
@@ -100,10 +103,10 @@ def test_played_request_never_holds_more_than_its_peak(one: EvictionSchedule, an
 def test_recent_window_moves_forward_inside_and_behind_a_prompt(
     one: EvictionSchedule, seen: int
 ) -> None:
-    inside = seen < one.prompt_tokens
+    inside = seen < one.context
     later = seen + 1
     assert one.recent_from(seen) * one.block_size <= seen
-    if inside == (later < one.prompt_tokens):
+    if inside == (later < one.context):
         assert one.recent_from(seen) <= one.recent_from(later)
 
 

@@ -92,10 +92,19 @@ def test_evict_from_replays_a_squeeze(policy: str) -> None:
         assert found == wanted
 
 
-@pytest.mark.parametrize("asked", [1, 399, 400])
-def test_evict_from_inside_of_the_prompt_is_right_behind_it(asked: int) -> None:
-    one = make_state(400, kv_budget=0.2, kv_evict_from=asked)
-    assert one.evict(399) is None and one.evict(400) is not None
+@pytest.mark.parametrize("policy", ["h2o", "key", "window"])
+@pytest.mark.parametrize("asked", [16, 200, 399, 400])
+def test_evict_from_inside_of_the_prompt_is_a_shorter_prompt(asked: int, policy: str) -> None:
+    """The rest of the prompt is computed between the evictions of an answer."""
+    one = make_state(400, kv_budget=0.2, kv_policy=policy, kv_evict_from=asked)
+    short = make_state(asked, kv_budget=0.2, kv_policy=policy)
+    assert one.evict(asked - 1) is None
+    computed = asked
+    while computed < 900:
+        assert one.evict(computed) == short.evict(computed)
+        assert one.params() == short.params()
+        computed += one.chunk_limit(computed, min(100, 900 - computed))
+    assert one.holes == short.holes > 20
 
 
 def test_evict_from_behind_the_answer_leaves_a_request_to_stock_vllm() -> None:

@@ -128,7 +128,7 @@ class GhostWorker:
 
     def _late_from(self, name: str) -> int:
         state = self._states[name]
-        return state.policy.late_from(state.prompt_tokens) if state.evicts else NEVER
+        return state.policy.late_from(state.context) if state.evicts else NEVER
 
     def _tokens(self, name: str, start: int, end: int) -> Hashes:
         prompt = self._prompts[name]
@@ -155,7 +155,7 @@ class GhostWorker:
             indices = alone.evict(start) if alone.evicts else None
             if indices is not None:
                 blocks = ([table[i] for i in part] for part in (indices.heavy, indices.doomed))
-                ranks = alone.policy.indices(in_prompt=start < alone.prompt_tokens)
+                ranks = alone.policy.indices(in_prompt=start < alone.context)
                 parted = [table[i] for i in indices.fresh] if has_parts(ranks) else []
                 memory.compact(*blocks, scored=alone.policy.needs_scores, parted=parted)
                 for index in indices.doomed:

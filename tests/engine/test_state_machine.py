@@ -23,7 +23,7 @@ from tests.engine.traffic import Traffic
 from tests.engine.traffic_fields import run_machine
 
 OFTEN = {
-    "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20,
+    "steps": 4000, "evictions": 500, "preemptions": 20, "squeezes": 10, "crowds": 5, "bounded": 20, "cut": 10,
     "drafted": 1000, "accepted": 500, "exact": 10,
     "parted": 50, "ends": 20,
 }  # fmt: skip
@@ -56,7 +56,7 @@ def test_any_order_of_events_keeps_the_laws(
         f"{Traffic.both} of both at once, {Traffic.pinned_hits} hits below a pin, "
         f"{Traffic.doomed_hits} behind it, {Traffic.meetings} pairs that free the same, "
         f"{Traffic.squeezes} squeezes, {Traffic.crowds} large crowds, {Traffic.bounded} times in a bounded "
-        f"prompt, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
+        f"prompt, {Traffic.cut} in a cut one, {Traffic.drafted} drafts, {Traffic.accepted} of them accepted, "
         f"{Traffic.exact} times an exact request ran, {Traffic.parted} steps with first late queries, "
         f"{Traffic.ends} times one without its middle"
     )

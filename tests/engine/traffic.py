@@ -36,15 +36,16 @@ class Traffic(RuleBasedStateMachine):
 
     model_dir: str
     steps = evictions = preemptions = both = pinned_hits = 0
-    squeezes = crowds = bounded = doomed_hits = meetings = drafted = accepted = exact = parted = (
-        ends
-    ) = 0
+    squeezes = crowds = bounded = cut = doomed_hits = meetings = drafted = accepted = exact = (
+        parted
+    ) = ends = 0
     """Of all runs together. ``pinned_hits``: admissions that read others' blocks, below their pin;
     ``doomed_hits``: behind it, what they will free; ``meetings``: pairs of one step that free the same;
     ``crowds``: of four or five elastic requests; ``bounded``: times that a request was seen in a prompt from
-    which it had evicted; ``ends``: times that one with a protected end had; ``exact``: the same of exact ones
-    that run; ``parted``: steps in which late queries begin; ``both``: preempted in the step that had already
-    evicted from it, which chance hardly brings about: ``test_laws_blocks.py`` has a script for it."""
+    which it had evicted; ``cut``: the same behind the ``kv_evict_from`` of a prompt; ``ends``: times that one
+    with a protected end had; ``exact``: the same of exact ones that run; ``parted``: steps in which late
+    queries begin; ``both``: preempted in the step that had already evicted from it, which chance hardly
+    brings about: ``test_laws_blocks.py`` has a script for it."""
     live = RequestIds("live")
 
     def __init__(self) -> None:
@@ -239,17 +240,17 @@ class Traffic(RuleBasedStateMachine):
                 exact = state.budget.exact
                 owes = not exact and blocks_freed(state.budget, last, state.block_size)
                 Traffic.exact += exact
-                rules_from = state.prompt_tokens + state.budget.delay
-                assert last < max(rules_from, state.budget.evict_from) or not owes
+                assert last < state.schedule.earliest or not owes
             live = self.rig.live_blocks(request.request_id)
-            if state.schedule.first is not None and seen <= state.prompt_tokens:
+            Traffic.cut += state.holes > 0 and state.context < seen < state.prompt_tokens
+            if state.schedule.first is not None and seen <= state.context:
                 assert live <= state.schedule.first // self.rig.block_size + self.rig.ahead
                 Traffic.bounded += state.holes > 0
             if state.squeezable:
                 assert not state.holes, "evicted from who was not squeezed"
             elif state.budget.elastic and state.evicts:
                 self.check_latch(request.request_id, state)
-            if not state.evicts or seen <= (state._begin or state.prompt_tokens):
+            if not state.evicts or seen <= (state._begin or state.context):
                 continue
             if state.squeezable:
                 if not state.stock:

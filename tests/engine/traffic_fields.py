@@ -70,7 +70,16 @@ bounds = st.fixed_dictionaries(
         "kv_protect": st.one_of(st.just("ends"), st.integers(0, 60)),
         "kv_elastic": st.booleans(),
     },
+) | st.fixed_dictionaries(
+    {
+        "kv_budget": st.sampled_from([0.1, 0.4]),
+        "kv_policy": st.sampled_from(["h2o", "key", "value+end+key", "window"]),
+        "kv_protect": st.one_of(st.just("ends"), st.integers(0, 60)),
+        "kv_evict_from": st.integers(1, 150),
+    },
+    optional={"kv_prefill_tokens": st.integers(1, 90)},
 )
+"""Of prompts that evict before their end."""
 
 elastic = st.fixed_dictionaries(
     {

@@ -39,7 +39,8 @@ class EvictionState(RequestState):
 
     The protected end, with ``kv_protect`` ``"ends"``, may lie in the recent window.
 
-    Evictions begin ``delay`` tokens after the prompt, or after ``evict_from`` tokens, whichever is later. The
+    Evictions begin ``delay`` tokens after the prompt, or after ``evict_from`` tokens, whichever is later. If
+    ``evict_from`` is inside the prompt, they begin there, and the rest is computed as an answer would be. The
     evictions of an elastic request begin when :meth:`squeeze` is called, and not before its delay. That point
     is final: a preemption does not change it. So the output is a function of the request and of the tokens
     seen when its evictions began.
@@ -78,7 +79,7 @@ class EvictionState(RequestState):
         schedule = EvictionSchedule.of(budget, block_size, counts.num_prompt_tokens)
         super().__init__(counts, schedule, max_model_len)
         lossless = budget.elastic and self.schedule.first is None
-        self._late_from = self.policy.late_from(self.prompt_tokens)
+        self._late_from = self.policy.late_from(self.context)
         self._evict_from = None if lossless else self.schedule.earliest
         """Tokens seen before which the budget evicts nothing; ``None``: elastic, and not squeezed yet."""
         self.release()
@@ -189,7 +190,7 @@ class EvictionState(RequestState):
 
         Three kinds of requests have several tokens to compute where evictions may be due:
 
-        * A bounded prompt.
+        * A prompt that is bounded, or evicted before its end.
         * A resumed request. It computes its known answer between the same evictions as the first time, so a
           preemption does not change the output.
         * A request with drafts. Its evictions come where they would come without drafts. This includes an

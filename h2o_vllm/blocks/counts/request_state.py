@@ -32,6 +32,8 @@ class RequestState(ABC):
         self.block_size = schedule.block_size
         self.prompt_tokens = schedule.prompt_tokens
         """Tokens of the prompt. A preemption does not change it."""
+        self.context = schedule.budget.context(self.prompt_tokens)
+        """Tokens of the prompt before the budget applies."""
         self.budget = schedule.budget
         """The budget, rounded to blocks."""
         self.pinned = int(self.budget.protect) // self.block_size
@@ -91,7 +93,7 @@ class RequestState(ABC):
     def params(self) -> EvictionParams:
         """What workers get with the request."""
         return EvictionParams(
-            first_scored=self.policy.first_scored(self.prompt_tokens),
+            first_scored=self.policy.first_scored(self.context),
             traced=self.budget.trace,
             shares_heads=self.budget.heads == "shared",
             pinned=self.pinned_tokens,

@@ -113,7 +113,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def reserved_tokens(self, total: int) -> int:
-        """The most tokens that a bounded prompt and the start of its answer hold; 0: the prompt has no bound.
+        """The most tokens that a prompt with evictions, and the start of its answer, hold; 0: it has none.
 
         Args:
             total: the most tokens that the request can have at its end.
@@ -181,7 +181,7 @@ class EvictionSchedule(Schedule):
             least = max(LEAST_BOUND_BLOCKS, 2 * math.ceil(budget.floor / block_size))
             prefill = max(budget.prefill // block_size, least) * block_size
         rounded = replace(budget, protect=whole_blocks(budget, block_size), prefill=prefill)
-        end = protected_end(rounded, block_size, prompt_tokens)
+        end = protected_end(rounded, block_size, rounded.context(prompt_tokens))
         rounded = replace(rounded, end=len(end), end_from=end.start)
         return cls(rounded, block_size, prompt_tokens)
 
@@ -191,8 +191,15 @@ class EvictionSchedule(Schedule):
         return self.budget.prefill
 
     @cached_property
+    def context(self) -> int:
+        """Tokens before which the budget never applies: the prompt's, or those up to ``evict_from``."""
+        return self.budget.context(self.prompt_tokens)
+
+    @cached_property
     def earliest(self) -> int:
         """Number of tokens seen before which the budget never evicts."""
+        if self.context < self.prompt_tokens:
+            return self.context
         return max(self.prompt_tokens + self.budget.delay, self.budget.evict_from)
 
     @cached_property
@@ -204,7 +211,7 @@ class EvictionSchedule(Schedule):
     def first(self) -> int | None:
         """See the base class."""
         first = int(self.budget.protect) + self.budget.prefill
-        return first if self.budget.prefill and first < self.prompt_tokens else None
+        return first if self.budget.prefill and first < self.context else None
 
     def freed(self, seen: int, begin: int | None) -> int:
         """Blocks given back once ``seen`` tokens exist. Never falls as ``seen`` grows.
@@ -230,7 +237,7 @@ class EvictionSchedule(Schedule):
     def recent_from(self, seen: int) -> int:
         """Table index of the recent window's first block. All blocks before it are full."""
         budget = self.budget
-        if self.first is not None and seen < self.prompt_tokens:
+        if self.first is not None and seen < self.context:
             kept = budget.prefill - self.step
             budget = replace(budget, tokens=kept, min_fraction=0.0, max_fraction=1.0, floor=kept)
         return recent_from(budget, seen, self.block_size)
@@ -246,8 +253,8 @@ class EvictionSchedule(Schedule):
             begin: tokens seen from which on the budget applies; ``None``: the earliest count.
         """
         begin = self.earliest if begin is None else begin
-        inside = min(total, self.prompt_tokens, self.first or total)
-        if total <= self.prompt_tokens:
+        inside = min(total, self.context, self.first or total)
+        if total <= self.context:
             return inside
         inside_freed = self._freed_inside(total) * self.block_size
         # A request holds less than a block more than its budget, and neither count falls.
@@ -262,13 +269,14 @@ class EvictionSchedule(Schedule):
         than its budget allows; then the answer grows up to the budget.
         """
         if self.first is None:
-            return 0
+            cut = self.context < self.prompt_tokens
+            return self.peak_tokens(min(total, self.prompt_tokens)) if cut else 0
         beginning = budget_tokens(self.budget, self.prompt_tokens) + self.block_size
         return max(self.first, min(beginning, self.peak_tokens(total)))
 
     def _freed_inside(self, seen: int) -> int:
         """Blocks evicted by the bound. None at the prompt's end: the next token belongs to the answer."""
-        seen = min(seen, self.prompt_tokens - 1)
+        seen = min(seen, self.context - 1)
         if self.first is None or seen < self.first:
             return 0
         return ((seen - self.first) // self.step + 1) * (self.step // self.block_size)
@@ -278,4 +286,4 @@ class EvictionSchedule(Schedule):
             return None
         steps = max(0, (seen - self.first) // self.step + 1)
         due = self.first + steps * self.step
-        return due if due < self.prompt_tokens else None
+        return due if due < self.context else None

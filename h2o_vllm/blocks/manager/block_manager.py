@@ -256,7 +256,7 @@ class H2OBlockManager(EvictingManager):
             heavy_blocks=tuple(table[index].block_id for index in indices.heavy),
             doomed_blocks=tuple(block.block_id for block in doomed),
             holes=indices.doomed,
-            ranks=state.policy.indices(in_prompt=computed < state.prompt_tokens),
+            ranks=state.policy.indices(in_prompt=computed < state.context),
             fresh_blocks=tuple(table[index].block_id for index in indices.fresh),
             fresh_from=min(indices.fresh, default=computed // self.block_size) * self.block_size,
             fresh_gap=state.gap_in(indices.fresh),

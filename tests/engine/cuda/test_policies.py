@@ -62,6 +62,18 @@ REQUESTS: dict[str, tuple[int, int, dict[str, Any] | None]] = (
             ("value+end+key", 0.2),
         )
     }
+    | {
+        "cut": (
+            150,
+            20,
+            {
+                "kv_budget": 0.3,
+                "kv_policy": "value+end+key",
+                "kv_recent": 0.5,
+                "kv_evict_from": 101,
+            },
+        )
+    }
 )
 """Prompts are cut into chunks of at most 64 tokens, and where depends on the others."""
 
@@ -131,8 +143,10 @@ def test_attention_equals_a_plain_model_of_each_policy(
     fp8, expected = kv_dtype == "fp8", {}
     for name in ["full", *list(REQUESTS)[1::every]]:
         prompt, new, asked = REQUESTS[name]
-        model = plain_model(asked or FULL, prompt, 16)
-        expected[name] = outputs_of(model, name, new, readers, fp8=fp8)
+        # What follows a cut is computed as an answer would be.
+        context = (asked or FULL).get("kv_evict_from", prompt)
+        model = plain_model(asked or FULL, context, 16)
+        expected[name] = outputs_of(model, name, new + prompt - context, readers, fp8=fp8)
     with fake_gpu(
         model_dir, num_blocks, base, kv_dtype, pipelined=pipelined, kv_min_tokens=FLOOR, caching=False,
         readers=readers,

@@ -93,7 +93,7 @@ class Reasoning(Measure):
 
     @override
     def samples(self, model: Model, sizes: Sizes) -> list[Sample]:
-        kinds = (_problems, _list, *([_fact] if model.forces else []))
+        kinds = (word_problems, _list, *([_fact] if model.forces else []))
         return [
             kinds[place % len(kinds)](model, place // len(kinds), sizes)
             for place in range(sizes.reasoning)
@@ -145,7 +145,7 @@ def numbered_lines(text: str) -> dict[int, str]:
     return found
 
 
-def _problems(model: Model, number: int, sizes: Sizes) -> Sample:
+def word_problems(model: Model, number: int, sizes: Sizes) -> Sample:
     """Problems ``number`` times a count and on, in one prompt, behind a real text if ``sizes`` say so.
 
     Raises:

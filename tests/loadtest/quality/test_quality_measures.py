@@ -21,6 +21,17 @@ def test_forced_texts_are_cut_into_prompt_and_continuation() -> None:
         MEASURES["nll"].samples(Words(), Sizes(nll=3, prompt_tokens=10**6))
 
 
+def test_own_answers_are_forced_behind_the_prompts_that_they_answer() -> None:
+    model, own = Words(), MEASURES["own"]
+    samples = own.samples(model, Sizes(own=2, answer_tokens=800))
+    assert [task.request.forced for task in model.requests] == [(), ()] and len(samples) == 2
+    for sample, asked in zip(samples, model.requests, strict=True):
+        assert not asked.fields and sample.request.prompt == asked.request.prompt
+        assert sample.request.forced == tuple(model.encode("a b c"))
+        assert sample.request.max_tokens == 3 and sample.request.ignore_eos
+    assert own.values(samples[0], GenerationOutput("", 1.0, (-1.0, -2.0, -3.0)))["own"] == 2.0
+
+
 @pytest.mark.parametrize(
     ("text", "number"), [(" 4821.\nQ: 77", "4821"), (" is 1, or 52", "52"), ("none", None)]
 )

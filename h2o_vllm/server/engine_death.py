@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the server of this process ends: refused, stopped, or with a dead engine. Imports nothing.
 
-vLLM builds the application, so the command does not meet the middleware: what it has to know is here.
+vLLM builds the application, so the command has no reference to the middleware. Both use this module.
 When its engine dies, vLLM's server (0.32) answers ``/health`` with 503, ends its streams with an error, and
 exits some seconds later with code 0: a supervisor that restarts failed services would leave it down.
 """

@@ -78,7 +78,7 @@ class Admission:
 
     @property
     def names_protect(self) -> bool:
-        """Whether the body itself has ``kv_protect``."""
+        """Whether the body names ``kv_protect``."""
         return self.asked.get("kv_protect") is not None
 
 

@@ -251,7 +251,7 @@ class PolicyModel:
         """query: [1, H, T, D]; key, value: [1, KH, T, D], rotated. Returns [1, T, H, D].
 
         ``window``: how many tokens a query sees, itself included; ``None``: all. ``softcap`` is Gemma 2's;
-        ``sinks`` [H] are gpt-oss', a logit per q head that nobody has.
+        ``sinks`` [H] are gpt-oss', a logit per q head that belongs to no key.
         """
         if window is not None and window >= module.config.max_position_embeddings:
             # No sequence leaves it.

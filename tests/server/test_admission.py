@@ -265,7 +265,7 @@ END_LENGTH = len("Go on.</>")
 
 
 def test_an_end_is_the_number_of_its_tokens_beside_the_word() -> None:
-    """Of 64 tokens at most the whole prompt is protected, and nobody looks for its end."""
+    """A prompt of at most 64 tokens is protected whole, and its end is not looked for."""
     prompt = prompt_of(LONG["messages"])
     assert len(prompt) > 64
     for asked, config in (({"kv_protect": "ends"}, {}), ({}, {"kv_protect": "ends"})):

@@ -32,8 +32,8 @@ class RequestState(ABC):
         self.block_size = schedule.block_size
         self.prompt_tokens = schedule.prompt_tokens
         """Tokens of the prompt. A preemption does not change it."""
-        self.context = schedule.budget.context(self.prompt_tokens)
-        """Tokens of the prompt before the budget applies."""
+        self.context = schedule.context
+        """See :attr:`.Schedule.context`."""
         self.budget = schedule.budget
         """The budget, rounded to blocks."""
         self.pinned = int(self.budget.protect) // self.block_size

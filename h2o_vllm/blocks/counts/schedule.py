@@ -84,6 +84,11 @@ class Schedule(ABC):
     bounded_by: ClassVar[str]
     """The request field that bounds the blocks of a prompt; an error names it."""
 
+    @cached_property
+    def context(self) -> int:
+        """Tokens before which the budget never applies: the prompt's, or those up to ``evict_from``."""
+        return self.budget.context(self.prompt_tokens)
+
     @property
     @abstractmethod
     def bound(self) -> int:
@@ -189,11 +194,6 @@ class EvictionSchedule(Schedule):
     def bound(self) -> int:
         """See the base class."""
         return self.budget.prefill
-
-    @cached_property
-    def context(self) -> int:
-        """Tokens before which the budget never applies: the prompt's, or those up to ``evict_from``."""
-        return self.budget.context(self.prompt_tokens)
 
     @cached_property
     def earliest(self) -> int:

@@ -122,7 +122,7 @@ def check_decode(
             want.out[:, queries], exact_scores = exact(alone)
             want.set_scores(alone, queries, exact_scores)
         low = out.dtype != torch.float32
-        # What the exact value loses by being stored in this dtype is nobody's fault.
+        # Storing the exact value in this dtype rounds it: the tolerance allows that much.
         want.check_out(out, attended, 1e-3 if low else 4e-6)
         # Per probability, the scratch's float16 costs 2^-11 where q and k are no better than that.
         want.check_scores(batch, scores, want.scored & ~unscored, 5e-4 if low else 2e-6)

@@ -89,24 +89,6 @@ class H2OConfig(Settings):
         """The inverse of :meth:`from_mapping`: plain values that survive JSON and pickling."""
         return {row.name: getattr(self, row.name) for row in OPTIONS}
 
-    def check_same(self, engine: H2OConfig) -> None:
-        """Check that an engine was started with the options of this server.
-
-        Raises:
-            ConfigError: an option differs.
-        """
-        ours, theirs = self.to_mapping(), engine.to_mapping()
-        differing = [
-            f"--{name.replace('_', '-')} is {value} here and {theirs[name]} there"
-            for name, value in ours.items()
-            if value != theirs[name]
-        ]
-        if differing:
-            listed = "; ".join(differing)
-            raise ConfigError(
-                f"an engine was started with other options than this server: {listed}"
-            )
-
     @property
     def calibrated(self) -> bool:
         """Whether policies may use a calibration."""

@@ -11,11 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
-from h2o_vllm.engine.cuda.choice import (
-    register_backend,
-    warn_of_batches_without_graphs,
-    warn_of_triton,
-)
+from h2o_vllm.engine.cuda.choice import register_backend, warn_of_triton
 from h2o_vllm.engine.cuda.compat import (
     runner_block_table,
     runner_request_slots,
@@ -77,7 +73,6 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     def _make_model_runner(self) -> Any:
         if self.rank == 0:
             warn_of_triton(self.vllm_config)
-            warn_of_batches_without_graphs(self.vllm_config)
         return H2OModelRunner(self.vllm_config, self.device)
 
     @sync_checked

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
-
-LARGEST_PLAIN_BLOCK = 128
-"""Tokens per block that a user may ask for; larger ones are vLLM's, beside layers that keep a state."""
 
 
 def leave_out_idle_windows(config: VllmConfig) -> None:
@@ -104,26 +100,6 @@ def memory_less_scores(
     kv_bytes = sum(spec.page_size_bytes for spec in ours.values())
     score_bytes = sum(score_bytes_per_block(ours[name]) for name in ours.keys() - drafter)
     return available * kv_bytes // (kv_bytes + score_bytes)
-
-
-def large_blocks_note(block_size: int, budget: float) -> str:
-    """What a start says of blocks that vLLM has made as large as a layer's state; empty if they are not.
-
-    Args:
-        budget: the share that the server's requests keep by default.
-    """
-    if block_size <= LARGEST_PLAIN_BLOCK:
-        return ""
-    least = "nothing is freed"
-    if budget < 1:
-        # Tokens in excess, seen * (1 - budget), have to fill a block.
-        least = f"nothing is freed before {ceil(block_size / (1 - budget)):,} tokens at budget {budget:g}"
-    else:
-        least += f" before {block_size:,} / (1 - budget) tokens"
-    return (
-        f"h2o: vLLM makes blocks of {block_size:,} tokens, as large as a layer's state. Memory comes back in "
-        f"steps of that size, and {least}"
-    )
 
 
 def evictable_group(

@@ -43,7 +43,6 @@ from h2o_vllm.engine.worker.binding import (
     evictable_group,
     evictable_layer,
     kv_owners,
-    large_blocks_note,
     leave_out_idle_windows,
     memory_less_scores,
 )
@@ -126,7 +125,17 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         Raises:
             ConfigError: the options are not this engine's, which was started on its own (``--headless``).
         """
-        H2OConfig.from_mapping(options).check_same(self._h2o_config())
+        engine = self._h2o_config().to_mapping()
+        differing = [
+            f"--{name.replace('_', '-')} is {value} here and {engine[name]} there"
+            for name, value in H2OConfig.from_mapping(options).to_mapping().items()
+            if value != engine[name]
+        ]
+        if differing:
+            listed = "; ".join(differing)
+            raise ConfigError(
+                f"an engine was started with other options than this server: {listed}"
+            )
         return [(group.block_size, group.most) for group in self._other_groups]
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -210,9 +219,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
             state.planes.nbytes / 2**20,
             self._kernels_in_use(state),
         )
-        note = large_blocks_note(state.block_size, self._h2o_config().kv_budget)
-        if note and self.rank == 0:
-            logger.warning("%s", note)
         return state
 
     def _h2o_config(self) -> H2OConfig:

@@ -20,7 +20,7 @@ from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, evictable_spec
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.cpu.attention import H2OMetadataBuilder
 from h2o_vllm.engine.support.check import (
-    DEVICES,
+    VERSIONS,
     check_supported,
     check_vllm_version,
     config_of,
@@ -171,7 +171,7 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
 
 @pytest.mark.parametrize(
     ("device", "ranks", "reason"),
-    [(device, *case) for device in DEVICES for case in ((1, ""), (2, "tensor parallelism"))],
+    [(device, *case) for device in VERSIONS for case in ((1, ""), (2, "tensor parallelism"))],
 )
 def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reason: str) -> None:
     """To its scheduler and its server, and at start-up if sharing is its default."""

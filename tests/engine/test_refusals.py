@@ -12,7 +12,7 @@ from vllm.model_executor.models import registry
 
 from h2o_vllm.engine.core.scheduler import H2OScheduler
 from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2, NAMED
-from h2o_vllm.engine.support.check import DEVICES, REFUSALS, check_supported
+from h2o_vllm.engine.support.check import REFUSALS, VERSIONS, check_supported
 from h2o_vllm.engine.support.drafts import WITH_KV, WITHOUT_KV
 from h2o_vllm.engine.support.refusal import Refusal
 from h2o_vllm.errors import ConfigError
@@ -76,7 +76,7 @@ def changed(config: Any, path: str, value: object, monkeypatch: pytest.MonkeyPat
     setattr(config, last, value)
 
 
-ROWS = {device: (*REFUSALS["all"], *REFUSALS[device]) for device in DEVICES}
+ROWS = {device: (*REFUSALS["all"], *REFUSALS[device]) for device in VERSIONS}
 CASES = [(row, device) for device, rows in ROWS.items() for row in rows]
 
 

@@ -18,7 +18,6 @@ from h2o_vllm.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-DEVICES = ("cpu", "cuda")
 REFUSALS = {
     "all": everywhere.ROWS,
     "cpu": (*devices.ON_CPU, *drafts.ON_CPU),
@@ -37,9 +36,9 @@ def check_supported(config: VllmConfig) -> None:
         ConfigError: an option is not supported. The message names the first one, and the reason.
     """
     device = config.device_config.device_type
-    if device not in DEVICES:
+    if device not in VERSIONS:
         raise ConfigError(
-            f"h2o_vllm serves on {', '.join(DEVICES)}; vLLM chose the device {device!r}"
+            f"h2o_vllm serves on {', '.join(VERSIONS)}; vLLM chose the device {device!r}"
         )
     check_vllm_version(device)
     for row in (*REFUSALS["all"], *REFUSALS[device]):
@@ -77,16 +76,14 @@ def config_of(config: VllmConfig) -> H2OConfig:
     return replace(
         ours,
         no_scores_reason=_no_scores_reason(config),
-        equal_heads_reason=_equal_heads_reason(config),
+        equal_heads_reason=(
+            "with tensor parallelism a rank has only some of the heads"
+            if config.parallel_config.tensor_parallel_size > 1
+            else ""
+        ),
         no_exact_reason="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
         shared_heads_slow=device == "cuda",
     )
-
-
-def _equal_heads_reason(config: VllmConfig) -> str:
-    if config.parallel_config.tensor_parallel_size > 1:
-        return "with tensor parallelism a rank has only some of the heads"
-    return ""
 
 
 def _no_scores_reason(config: VllmConfig) -> str:

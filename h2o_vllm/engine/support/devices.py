@@ -42,15 +42,6 @@ _IMAGES = {
 }
 
 
-def _rotates_on_cpu(config: VllmConfig) -> bool:
-    operators = config.compilation_config.custom_ops
-    return (
-        is_one_of(config, CONVOLUTIONS)
-        and "all" in operators
-        and "-rotary_embedding" not in operators
-    )
-
-
 def _head_size(config: VllmConfig) -> int:
     model = config.model_config
     # The full-attention layers of Gemma 4 have another head size than its windows.
@@ -96,7 +87,11 @@ ON_CPU = (
         "--enforce-eager with LFM2",
         # ``RotaryEmbedding.forward_cpu`` (0.32) reads queries [T, H, D] as if they were [T, H * D].
         "vLLM 0.32 then rotates its keys wrongly, also without budgets",
-        _rotates_on_cpu,
+        lambda config: (
+            is_one_of(config, CONVOLUTIONS)
+            and "all" in config.compilation_config.custom_ops
+            and "-rotary_embedding" not in config.compilation_config.custom_ops
+        ),
         {
             "model_config.architectures": [min(CONVOLUTIONS)],
             "compilation_config.custom_ops": ["all"],

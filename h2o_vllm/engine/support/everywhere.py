@@ -42,16 +42,6 @@ def _uneven_ranks(config: VllmConfig) -> bool:
     return ranks > 1 and ranks > _heads(config) and ranks % _heads(config) != 0
 
 
-def _roles_without_a_server(config: VllmConfig) -> bool:
-    served = (config.additional_config or {}).get(METRICS_KEY)
-    return own_option(config, "kv_protect") in ROLE_WORDS and not served
-
-
-def _context_parallel(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-
-
 def _traces_elsewhere(config: VllmConfig) -> bool:
     parallel = config.parallel_config
     several = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
@@ -70,20 +60,16 @@ def _too_small_reason(config: VllmConfig) -> str:
     return schedule.too_small_reason if isinstance(schedule, SettlingSchedule) else ""
 
 
-def _shares_kv(config: VllmConfig) -> bool:
-    """Whether layers read the KV of an earlier one (Gemma 3n, Gemma 4 E)."""
-    return getattr(config.model_config.hf_text_config, "num_kv_shared_layers", 0) > 0
-
-
 def _where_kv_is_shared(
     what: str, asked: Callable[[VllmConfig], bool], path: str, value: object
 ) -> Refusal:
-    shares = SimpleNamespace(num_kv_shared_layers=2)
+    """A row for models with layers that read the KV of an earlier one (Gemma 3n, Gemma 4 E)."""
+    name = "num_kv_shared_layers"
     return Refusal(
         f"{what} where layers share KV",
         "not tested with evictions",
-        lambda config: _shares_kv(config) and asked(config),
-        {"model_config.hf_text_config": shares, path: value},
+        lambda config: getattr(config.model_config.hf_text_config, name, 0) > 0 and asked(config),
+        {"model_config.hf_text_config": SimpleNamespace(**{name: 2}), path: value},
     )
 
 
@@ -98,7 +84,10 @@ ROWS = (
     Refusal(
         "kv_protect 'system' or 'task' without h2o-serve",
         "only a server knows the roles of a chat",
-        _roles_without_a_server,
+        lambda config: (
+            own_option(config, "kv_protect") in ROLE_WORDS
+            and not (config.additional_config or {}).get(METRICS_KEY)
+        ),
         {"additional_config": {CONFIG_KEY: {"kv_protect": "system"}}},
     ),
     Refusal(
@@ -219,7 +208,10 @@ ROWS = (
     Refusal(
         "context parallelism",
         "each process would rank only its part of a head's tokens",
-        _context_parallel,
+        lambda config: (
+            config.parallel_config.decode_context_parallel_size > 1
+            or config.parallel_config.prefill_context_parallel_size > 1
+        ),
         {"parallel_config.decode_context_parallel_size": 2},
     ),
     Refusal(

@@ -11,7 +11,6 @@
 ``settling_state`` which segments of a request have settled
 ``squeeze``        which elastic requests are squeezed
 ``drafts``         draft tokens of a request, and whether more of them pay
-``request_counts`` the counts of a request that all of this depends on
 ``report``         the ``kv_cache`` object of a response
 ``trace``          what each layer and KV head has lost
 ================== ==============================================================================

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from h2o_vllm.blocks.counts.request_counts import RequestCounts
-from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.request_state import RequestCounts, RequestState
 from h2o_vllm.blocks.counts.schedule import EvictionSchedule
 from h2o_vllm.blocks.counts.split import drop_oldest, fresh_blocks, rank_all
 from h2o_vllm.config.request_budget import RequestBudget

@@ -4,13 +4,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 from h2o_vllm.blocks.counts.drafts import DraftCounts
 from h2o_vllm.blocks.counts.report import request_report
-from h2o_vllm.blocks.counts.request_counts import RequestCounts
 from h2o_vllm.blocks.counts.schedule import Schedule
 from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.policy.ranks import NEVER
+
+
+class RequestCounts(Protocol):
+    """The part of ``vllm.v1.request.Request`` that eviction states and their manager need."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    num_computed_tokens: int
+    priority: int
+    arrival_time: float
+    skip_reading_prefix_cache: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Hashes of its full blocks, by vLLM. Each covers all tokens up to its block's end."""
+
+    def is_finished(self) -> bool:
+        """Whether the request has left the engine."""
 
 
 class RequestState(ABC):

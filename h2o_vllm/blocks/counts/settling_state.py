@@ -3,27 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
-from h2o_vllm.blocks.counts.request_counts import RequestCounts
-from h2o_vllm.blocks.counts.request_state import RequestState
+from h2o_vllm.blocks.counts.request_state import RequestCounts, RequestState
 from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.blocks.plan import EvictionParams
 from h2o_vllm.config.request_budget import RequestBudget
-
-
-class HashedCounts(RequestCounts, Protocol):
-    """The counts of a request, with the hashes of its blocks, and whether it looks them up."""
-
-    request_id: str
-    skip_reading_prefix_cache: bool
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """Hashes of its full blocks, by vLLM. Each covers all tokens up to its block's end."""
 
 
 class SettlingState(RequestState):
@@ -34,10 +20,9 @@ class SettlingState(RequestState):
     """
 
     schedule: SettlingSchedule
-    counts: HashedCounts
 
     def __init__(
-        self, counts: HashedCounts, budget: RequestBudget, block_size: int, max_model_len: int
+        self, counts: RequestCounts, budget: RequestBudget, block_size: int, max_model_len: int
     ) -> None:
         schedule = SettlingSchedule.of(budget, block_size, counts.num_prompt_tokens)
         super().__init__(counts, schedule, max_model_len)

@@ -32,6 +32,7 @@ class Field:
             if it sets several, or none.
         reported: the key of that attribute in a response's report; empty if the report does not have it.
         excludes: request fields that cannot be combined with it -> the reason.
+        excluding: the words with which it excludes them; empty: all values that turn it on.
         off: the value that turns it off, besides 0 and ``False``.
         says_how: whether it says how tokens are evicted; such a field overrides ``--kv-exact``.
         settling_ignores: whether requests whose segments settle ignore it.
@@ -51,6 +52,7 @@ class Field:
     attribute: str = ""
     reported: str = ""
     excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    excluding: tuple[str, ...] = ()
     off: Any = None
     says_how: bool = False
     settling_ignores: bool = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h2o_vllm.config.request_fields import FEW_PROTECTED, ROLE_WORDS, SHORT_PROMPT
-from h2o_vllm.config.settings import FIELDS, OPTIONS, Settings, check_exclusions
+from h2o_vllm.config.settings import FIELDS, OPTIONS, Settings, check_exclusions, excluding
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.policy.policy import Policy, accepted_policies
 
@@ -179,12 +179,15 @@ class H2OConfig(Settings):
             "kv_settle_tokens": settle,
         }
         if settle:
-            if values["kv_protect"] in ("short", "ends"):
+            if values["kv_protect"] == "short":
                 # Segments are found again only after the same protected tokens; the prompt of a chat grows.
                 values["kv_protect"] = 0
             for name in values:
                 row = FIELDS[name]
-                if "kv_settle_tokens" in row.excludes and name != "kv_budget_tokens":
+                if (
+                    excluding("kv_settle_tokens", {name: values[name]})
+                    and name != "kv_budget_tokens"
+                ):
                     values[name] = row.off if row.off is not None else row.kind()
                 elif row.settling_ignores:
                     values[name] = None

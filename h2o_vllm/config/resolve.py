@@ -154,7 +154,7 @@ def _policy(config: H2OConfig, given: Mapping[str, Any]) -> tuple[Policy, int]:
     """
     name, asked = "kv_settle_tokens", given.get("kv_policy")
     settle: int = _checked(config, name, given.get(name, config.kv_settle_tokens))
-    if name not in given and (excluding(name, given) or given.get("kv_protect") == "ends"):
+    if name not in given and excluding(name, given):
         settle = 0
     prefill = given.get("kv_prefill_tokens", 0 if settle else config.kv_prefill_tokens)
     policy = config.policy_of(asked, prefill, settle)

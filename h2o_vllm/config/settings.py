@@ -130,7 +130,8 @@ class Settings(EngineLimits):
         "it is not, its first block and its end (ends), where a question stands. Default: set by the "
         "policy, usually short.",
         per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short|ends", attribute="protect",
-        says_how=True,
+        says_how=True, excluding=("ends",),
+        excludes={"kv_settle_tokens": "segments settle wherever the prompt ends"},
     )  # fmt: skip
     kv_delay: int = setting(
         16,
@@ -251,8 +252,9 @@ REQUEST_FIELDS = tuple(FIELDS)
 def excluding(name: str, given: Mapping[str, Any]) -> tuple[str, str] | None:
     """A field in ``given`` that excludes ``name``, and the reason; ``None`` if no field excludes it."""
     for other, value in given.items():
-        if name in FIELDS[other].excludes and FIELDS[other].is_on(value):
-            return other, FIELDS[other].excludes[name]
+        row = FIELDS[other]
+        if name in row.excludes and (value in row.excluding if row.excluding else row.is_on(value)):
+            return " ".join([other, *row.excluding]), row.excludes[name]
     return None
 
 
@@ -262,9 +264,6 @@ def check_exclusions(given: Mapping[str, Any]) -> None:
     Raises:
         ConflictError: one does; the error names both and the reason.
     """
-    if given.get("kv_protect") == "ends" and given.get("kv_settle_tokens"):
-        reason = "left out with kv_settle_tokens: segments settle wherever the prompt ends"
-        raise ConflictError("kv_protect", "ends", reason)
     for name, value in given.items():
         if FIELDS[name].is_on(value) and (found := excluding(name, given)):
             raise ConflictError(name, value, f"left out with {found[0]}: {found[1]}")

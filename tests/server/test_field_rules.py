@@ -75,7 +75,7 @@ REFUSED: list[tuple[Fields, Fields, str, str]] = [
         if (policy_of(policy).needs_scores or policy == "window") and not policy_of(policy).calibrated
         and policy != "auto"
     ),
-    ({}, {**SETTLES, "kv_protect": "ends"}, "kv_protect", "left out with kv_settle_tokens: "),
+    ({}, {**SETTLES, "kv_protect": "ends"}, "kv_settle_tokens", "left out with kv_protect ends: "),
     ({"no_settling_reason": "it is full"}, SETTLES, "kv_settle_tokens", r"0 on this server \(it is full\)"),
     ({"kv_budget_tokens": 300}, SETTLES, "kv_settle_tokens", "server's budget is --kv-budget-tokens"),
     *(

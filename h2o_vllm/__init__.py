@@ -37,7 +37,3 @@ def __getattr__(name: str) -> Any:
     # Found at once the next time.
     globals()[name] = value
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})

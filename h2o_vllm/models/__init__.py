@@ -5,11 +5,7 @@ Runs in the process that starts the server. A conversion runs in its own process
 h2o_vllm.models``; only that process imports heavy packages.
 """
 
-from h2o_vllm.models.default import (
-    DEFAULT_MODEL_NAME,
-    default_calibration,
-    default_model_dir,
-    default_model_file,
-)
-
-__all__ = ["DEFAULT_MODEL_NAME", "default_calibration", "default_model_dir", "default_model_file"]
+from h2o_vllm.models.default import DEFAULT_MODEL_NAME as DEFAULT_MODEL_NAME
+from h2o_vllm.models.default import default_calibration as default_calibration
+from h2o_vllm.models.default import default_model_dir as default_model_dir
+from h2o_vllm.models.default import default_model_file as default_model_file

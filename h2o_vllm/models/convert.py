@@ -11,8 +11,6 @@ Heavy: imports numpy, torch, gguf, tokenizers, safetensors. Imported only to con
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,6 @@ import numpy.typing as npt
 import safetensors.torch
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-SAY_SECONDS = 2.0
 
 CONTROL = int(gguf.TokenType.CONTROL)
 
@@ -130,11 +126,7 @@ def _tokenizer(meta: dict[str, Any]) -> Tokenizer:
 
 def _tensors(reader: gguf.GGUFReader, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    told = time.monotonic()
-    for number, tensor in enumerate(reader.tensors):
-        if time.monotonic() - told > SAY_SECONDS:
-            told = time.monotonic()
-            print(f"h2o_vllm:   ... {number} of {len(reader.tensors)} tensors", file=sys.stderr)
+    for tensor in reader.tensors:
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         *layer, part, _ = tensor.name.split(".")
         if part in heads:

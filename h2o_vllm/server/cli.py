@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lacking = environment.prepare(eager=_is_eager(arguments))
         quiet = start_log.prepare()
         if not _wants_help(arguments):
-            if quiet or _may_print():
+            if quiet or os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO"):
                 print(f"{PROG}: loading vLLM, some ten seconds", file=sys.stderr, flush=True)
             if lacking:
                 print(f"{PROG}: no {lacking}, so torch.compile is off", file=sys.stderr, flush=True)
@@ -108,11 +108,6 @@ def _is_eager(arguments: Sequence[str]) -> bool:
     return given[-1:] == ["--enforce-eager"]
 
 
-def _may_print() -> bool:
-    """Whether a start may write to stderr before vLLM's logging is configured."""
-    return os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper() in ("DEBUG", "INFO")
-
-
 def _fail(message: str) -> NoReturn:
     print(f"{PROG}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -152,7 +147,10 @@ def build_parser() -> FlexibleArgumentParser:
     parser = Parser(
         prog=PROG,
         usage=USAGE,
-        description=DESCRIPTION.format(model=DEFAULT_MODEL_NAME, group=_group_help()),
+        # vLLM's short help lists groups by name only.
+        description=DESCRIPTION.format(
+            model=DEFAULT_MODEL_NAME, group=_OwnParser().format_help().strip()
+        ),
         epilog=EPILOG,
     )
     parser.add_argument(
@@ -216,16 +214,12 @@ def config_of(args: argparse.Namespace) -> H2OConfig:
         ConfigError: a value is out of range, or two contradict each other.
     """
     values = {row.name: getattr(args, row.name) for row in OPTIONS}
-    if values["kv_calibration"] is None and _can_predict_embedded(args):
-        values["kv_calibration"] = str(default_calibration())
-    return H2OConfig(**values)
-
-
-def _can_predict_embedded(args: argparse.Namespace) -> bool:
-    """Whether the embedded model is served by one rank, as far as ``args`` tell."""
     embedded = getattr(args, "model_tag", None) is None and getattr(args, "model", None) is None
     # Tensor-parallel ranks have equal heads, with which predictions do not pay.
-    return embedded and getattr(args, "tensor_parallel_size", 1) == 1
+    one_rank = getattr(args, "tensor_parallel_size", 1) == 1
+    if values["kv_calibration"] is None and embedded and one_rank:
+        values["kv_calibration"] = str(default_calibration())
+    return H2OConfig(**values)
 
 
 class _OwnHelp(argparse.ArgumentDefaultsHelpFormatter):
@@ -253,11 +247,6 @@ class _OwnParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         _fail(message)
-
-
-def _group_help() -> str:
-    """Our group as text: vLLM's short help lists groups by name only."""
-    return _OwnParser().format_help().strip()
 
 
 def _check_early(argv: Sequence[str]) -> None:

@@ -17,7 +17,12 @@ from h2o_vllm.engine import compat
 from h2o_vllm.engine.cpu.attention import H2OAttentionImpl, H2OMetadataBuilder
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.cpu.worker import H2OCPUWorker
-from h2o_vllm.engine.worker.binding import check_drafter, evictable_group, kv_owners
+from h2o_vllm.engine.worker.binding import (
+    check_drafter,
+    evictable_group,
+    evictable_layer,
+    kv_owners,
+)
 from h2o_vllm.errors import ConfigError
 from tests.engine.scheduling import HEADS, WINDOW
 
@@ -66,9 +71,8 @@ def test_a_layer_with_somebody_elses_attention_or_split_blocks_does_not_start(
     impl: type, blocks: int, reason: str
 ) -> None:
     layer = SimpleNamespace(impl=object.__new__(impl), kv_cache=torch.zeros(blocks, 1, 16, 16))
-    context = SimpleNamespace(static_forward_context={"layer": layer})
     with pytest.raises(ConfigError, match=reason):
-        bare_worker(compilation_config=context)._evictable_layer("layer", 4)
+        evictable_layer({"layer": layer}, "layer", 4, H2OAttentionImpl)
 
 
 def test_a_cache_that_our_kernels_would_misread_does_not_start() -> None:

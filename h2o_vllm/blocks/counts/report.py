@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, protected_tokens
 from h2o_vllm.blocks.counts.schedule import Schedule
 from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.config.settings import FIELDS
-from h2o_vllm.policy.policy import Policy
 
 SETTINGS = {row.reported: row.attribute for row in FIELDS.values() if row.reported}
 """Report key -> budget attribute, for the keys that are settings of the request."""
@@ -42,7 +39,8 @@ def request_report(
     budget, block_size = schedule.budget, schedule.block_size
     evicted, settled = holes * block_size, 0
     allowed = budget_tokens(budget, seen)
-    settings = {key: _plain(getattr(budget, name)) for key, name in SETTINGS.items()}
+    settings = {key: getattr(budget, name) for key, name in SETTINGS.items()}
+    settings["policy"] = budget.policy.name
     if isinstance(schedule, SettlingSchedule):
         allowed = schedule.held_tokens(seen)
         settled = holes // max(1, schedule.given_back) * schedule.segment
@@ -65,10 +63,6 @@ def request_report(
         "nothing_evicted_reason": None if holes else _nothing_evicted_reason(schedule, seen),
         "block_size": block_size,
     }
-
-
-def _plain(value: Any) -> Any:
-    return value.name if isinstance(value, Policy) else value
 
 
 def _nothing_evicted_reason(schedule: Schedule, seen: int) -> str:

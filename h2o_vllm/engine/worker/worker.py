@@ -198,9 +198,9 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
     def _bind(self, kv_cache_config: KVCacheConfig) -> State:
         builders = runner_metadata_builders(self.model_runner)
         builder, group, names = evictable_group(builders, self.builder_cls, self._drafter_layers())
-        owners = kv_owners(self.compilation_config.static_forward_context, names)
-        blocks = kv_cache_config.num_blocks
-        layers = {name: self._evictable_layer(name, blocks) for name in names}
+        every, blocks = self.compilation_config.static_forward_context, kv_cache_config.num_blocks
+        owners = kv_owners(every, names)
+        layers = {name: evictable_layer(every, name, blocks, self.impl_cls) for name in names}
         self._layer_names = tuple(owners)
         self._layers = [
             [layers[name] for name in (owner, *readers)] for owner, readers in owners.items()
@@ -247,10 +247,6 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
         """The traits of the whole model, for heads of ``size``."""
         whole, rotation = self._shard, Rotation(*model_rotation(self.model_runner.get_model()))
         return Traits(whole.layers, whole.heads, size, size, rotation, whole.norms)
-
-    def _evictable_layer(self, name: str, num_blocks: int) -> Any:
-        layers = self.compilation_config.static_forward_context
-        return evictable_layer(layers, name, num_blocks, self.impl_cls)
 
     @abstractmethod
     def _make_state(self, layers: list[Any], group: Any) -> State:

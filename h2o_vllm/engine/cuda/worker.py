@@ -177,7 +177,7 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         self._first_layer, num_heads = first, first.impl.num_heads
         check_scales(layers)
         check_softmaxes([layer.impl for sharing in self._layers for layer in sharing])
-        check_layers(kv_layers.key_caches, kv_layers.value_caches, planes[0], num_heads)
+        check_layers(kv_layers.key_caches, kv_layers.value_caches, num_heads)
         slots = runner_block_table(self.model_runner, group.kv_cache_group_id).shape[0]
         sharing = len(layers) if self._may_share() else 0
         sizes = (sharing, num_blocks, num_kv_heads, slots, slots, self.device)

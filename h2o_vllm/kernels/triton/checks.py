@@ -24,27 +24,24 @@ MAX_GROUP = 32
 
 
 def check_layers(
-    key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], scores: Tensor, num_heads: int
+    key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], num_heads: int
 ) -> None:
-    """Check the caches and scores of all layers once, at start-up.
+    """Check the caches of all layers once, at start-up.
 
     Args:
-        key_caches, value_caches: L views [N, BS, KH, D]. scores: [L, N, KH, BS]. num_heads: H of this rank.
+        key_caches, value_caches: L views [N, BS, KH, D]. num_heads: H of this rank.
 
     Raises:
         ConfigError: an assumption does not hold. The message says what is supported.
     """
-    if not key_caches or len(key_caches) != len(value_caches):
-        raise ConfigError("H2O needs at least one attention layer with both keys and values")
     first = key_caches[0]
-    if first.dim() != 4:
-        raise ConfigError(f"key caches must be [N, BS, KH, D], got {tuple(first.shape)}")
     blocks, block_size, kv_heads, size = first.shape
     if first.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ConfigError(f"the KV cache dtype must be one of {names}, got {first.dtype}")
     if size not in HEAD_SIZES:
-        raise ConfigError(f"H2O on GPUs serves head sizes {_listed(HEAD_SIZES)}, got {size}")
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        raise ConfigError(f"H2O on GPUs serves head sizes {sizes}, got {size}")
     if block_size % 16 or block_size > LARGEST_BLOCK:
         raise ConfigError(
             f"H2O on GPUs serves block sizes that are multiples of 16, up to {LARGEST_BLOCK}, "
@@ -62,13 +59,6 @@ def check_layers(
     for caches in (key_caches, value_caches):
         for cache in caches:
             _check_cache(cache, first, caches[0].stride())
-    wanted = (len(key_caches), blocks, kv_heads, block_size)
-    if tuple(scores.shape) != wanted or scores.dtype != torch.float32:
-        raise ConfigError(
-            f"scores must be float32 {wanted}, got {scores.dtype} {tuple(scores.shape)}"
-        )
-    if not scores.is_contiguous() or scores.device != first.device:
-        raise ConfigError(f"scores must be contiguous on {first.device}")
 
 
 def _check_cache(cache: Tensor, first: Tensor, strides: tuple[int, ...]) -> None:
@@ -79,7 +69,3 @@ def _check_cache(cache: Tensor, first: Tensor, strides: tuple[int, ...]) -> None
     # Compaction moves tokens in words of 8 bytes.
     if any(stride * cache.element_size() % 8 for stride in strides[:3]) or cache.data_ptr() % 8:
         raise ConfigError("keys and values must be aligned to 8 bytes")
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

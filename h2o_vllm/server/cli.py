@@ -250,45 +250,12 @@ class _OwnParser(argparse.ArgumentParser):
 
 
 def _check_early(argv: Sequence[str]) -> None:
-    """Refuse a bad budget option at once, on the command line or in the file of ``--config``."""
-    if _wants_help(argv):
+    """Refuse a bad budget option at once, unless a file has others: vLLM reads it."""
+    if _wants_help(argv) or any(argument.startswith("--config") for argument in argv):
         return
-    given = [*_in_file(argv), *argv]
-    ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in given]
+    ours = [a.replace("_", "-") if a.startswith("--kv_") else a for a in argv]
     args, _ = _OwnParser().parse_known_args(ours)
     config_of(args)
-
-
-def _in_file(argv: Sequence[str]) -> list[str]:
-    """Our options in the file of ``--config``, as arguments. vLLM reports an unreadable file.
-
-    Raises:
-        ConfigError: vLLM would ignore a value of this type, or take it for other arguments.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?")
-    file = parser.parse_known_args(argv)[0].config
-    if file is None:
-        return []
-    with dependencies.imports():
-        import yaml  # type: ignore[import-untyped]
-    try:
-        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    rows = {row.flag: row for row in OPTIONS}
-    arguments: list[str] = []
-    for key, value in given.items() if isinstance(given, dict) else ():
-        row = rows.get(f"--{str(key).replace('_', '-')}")
-        if row is None:
-            continue
-        if isinstance(value, bool) and row.kind is bool:
-            arguments.append(row.flag if value else f"--no-{row.flag[2:]}")
-        elif isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ConfigError(f"--config: {row.flag} {value}: must be a {row.kind.__name__}")
-        else:
-            arguments += [row.flag, str(value)]
-    return arguments
 
 
 def _version() -> str:

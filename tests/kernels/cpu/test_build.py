@@ -119,8 +119,7 @@ def test_one_that_is_asked_for_is_not_replaced(
     ("option", "needs", "name"),
     [
         ("-mno-avx", "avx", "portable"),
-        # Registers in memory: what is left untested are the instructions that use the real ones, and those
-        # are tried before the first prompt.
+        # Registers in memory: what is left untested are the instructions that use the real ones.
         ("-DH2O_EMULATE_AMX", "avx512_bf16", "AMX, emulated"),
     ],
 )

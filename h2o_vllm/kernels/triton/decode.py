@@ -182,7 +182,7 @@ def _attend(  # noqa: PLR0915 - one kernel; what others do as well is in functio
             block, lane, slot = (page // KH).to(tl.int64), page % KH, position % BS
             at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
             at_value = block * stride_vn + lane * stride_vh + slot * stride_vs
-        k = load_keys(keys, at_key, wide, live, "")
+        k = load_keys(keys, at_key, wide, live)
         logits = dot(q, k.to(q.dtype), tl.zeros([GP, TILE], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
         logits = tl.where(live[None, :], logits, float("-inf"))

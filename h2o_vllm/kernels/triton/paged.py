@@ -30,16 +30,10 @@ def locate(table, position, live, BS: tl.constexpr):
 
 
 @triton.jit
-def load_keys(keys, at, wide, live, EVICTION: tl.constexpr):
+def load_keys(keys, at, wide, live):
     """K^T, [DP, positions], of one KV head; zeros beyond the head size and where no token lives.
 
     ``keys``: pointers to the dimensions of some slot, [DP, 1]; ``at``: offsets of the positions' slots from
-    it. ``EVICTION``: the eviction policy of cache lines for ``tl.load``, or "". It has no default: Triton 3.6
-    accepts no string as a default.
+    it.
     """
-    return tl.load(
-        keys + at[None, :],
-        mask=wide[:, None] & live[None, :],
-        other=0.0,
-        eviction_policy=EVICTION,
-    )
+    return tl.load(keys + at[None, :], mask=wide[:, None] & live[None, :], other=0.0)

@@ -163,7 +163,7 @@ def _add_prompt_scores(  # noqa: PLR0915 - one kernel; what others do as well is
         count, KH, BS,
     )  # fmt: skip
     at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
-    k = load_keys(key_cache + dims[:, None], at_key, wide, live, "").to(COMPUTE)
+    k = load_keys(key_cache + dims[:, None], at_key, wide, live).to(COMPUTE)
     if query_scale is not None:
         scale_log2 *= tl.load(query_scale)
     if key_scale is not None:

@@ -145,7 +145,7 @@ def _attend_prompts(  # noqa: PLR0915 - one kernel, in the order of what it does
             KH, BS,
         )  # fmt: skip
         at_key = block * stride_kn + lane * stride_kh + slot * stride_ks
-        k = load_keys(key_cache + dims[:, None], at_key, wide, live, "")
+        k = load_keys(key_cache + dims[:, None], at_key, wide, live)
         logits = dot(q, k.to(AS), tl.zeros([QUERIES, KEYS], tl.float32)) * scale_log2
         logits = cap_logits(logits, cap)
         # Each pair sees a key of the first tile: from then on the maximum is finite.

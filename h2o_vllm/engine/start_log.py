@@ -6,6 +6,8 @@
 * While a server starts, a traceback that vLLM logs goes into a file, and its message into the log. A process
   that fails puts the reason there; the server says it, and names the file. The file exists while the server
   starts, and stays behind if it does not.
+
+All our loggers lie below "vllm", so that vLLM's logging configuration applies to them.
 """
 
 from __future__ import annotations

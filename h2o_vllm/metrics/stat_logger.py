@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from h2o_vllm.config.keys import METRICS_KEY
-from h2o_vllm.metrics.table import COUNTED, REJECTION_REASONS, TABLE, Metric
+from h2o_vllm.metrics.table import COUNTED, REJECTION_REASONS, TABLE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,27 +90,23 @@ def install(engine_client: Any, vllm_config: VllmConfig) -> Callable[[str], None
     """
     manager = engine_client.logger_manager
     if manager is None:
-        return _ignore
+        return lambda _: None
     ours = H2OStatLogger(vllm_config, manager.engine_indexes)
     manager.stat_loggers.insert(0, ours)
     return ours.rejected
 
 
-def _ignore(reason: str) -> None:
-    del reason
-
-
 @functools.cache
 def _collectors() -> dict[str, Collector]:
     """The collectors, registered once per process: after a restart of the engine they count on."""
-    return {metric.name: _collector(metric) for metric in TABLE}
-
-
-def _collector(metric: Metric) -> Collector:
-    named = metric.name, metric.help, metric.labels
-    if metric.kind == "counter":
-        return Counter(*named)
-    if metric.kind == "gauge":
-        # As vLLM's gauges: each step's stats reach one API server, so the newest value is the right one.
-        return Gauge(*named, multiprocess_mode="mostrecent")
-    return Histogram(*named, buckets=metric.buckets)
+    made: dict[str, Collector] = {}
+    for metric in TABLE:
+        named = metric.name, metric.help, metric.labels
+        if metric.kind == "counter":
+            made[metric.name] = Counter(*named)
+        elif metric.kind == "gauge":
+            # As vLLM's: each step's stats reach one API server, so the newest value is the right one.
+            made[metric.name] = Gauge(*named, multiprocess_mode="mostrecent")
+        else:
+            made[metric.name] = Histogram(*named, buckets=metric.buckets)
+    return made

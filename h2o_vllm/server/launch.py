@@ -35,7 +35,6 @@ from vllm.utils.system_utils import decorate_logs
 
 from h2o_vllm.server.greeting import SEVERAL, greet
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 GRACE_SECONDS = 10

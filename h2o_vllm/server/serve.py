@@ -27,7 +27,6 @@ from h2o_vllm.plugin import engine_args
 from h2o_vllm.server import launch, middleware
 from h2o_vllm.server.engine_death import ending
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 OURS_BY_DEFAULT = ("block_size", "distributed_executor_backend")

@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 

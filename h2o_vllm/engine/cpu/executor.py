@@ -18,9 +18,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from h2o_vllm.engine.cpu.environment import FEW_CORES
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 BINDING = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
@@ -38,15 +37,9 @@ class H2OCPUExecutor(MultiprocExecutor):
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
         """Make the executor that fits the machine."""
         del args, kwargs
-        if not runs_in_engine_core(vllm_config.parallel_config):
+        parallel, count = vllm_config.parallel_config, len(os.sched_getaffinity(0))
+        single = parallel.world_size == 1 and parallel.data_parallel_size == 1
+        if not single or count > FEW_CORES or any(name in os.environ for name in BINDING):
             return super().__new__(cls)
-        count = len(os.sched_getaffinity(0))
         logger.info("h2o: the model runs in the engine core's process and uses all %d cores", count)
         return UniProcExecutor(vllm_config)
-
-
-def runs_in_engine_core(parallel: ParallelConfig) -> bool:
-    """Whether the model needs no process of its own: one rank, few cores, and no variable binds threads."""
-    single = parallel.world_size == 1 and parallel.data_parallel_size == 1
-    few = len(os.sched_getaffinity(0)) <= FEW_CORES
-    return single and few and not any(name in os.environ for name in BINDING)

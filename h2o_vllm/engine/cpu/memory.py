@@ -17,7 +17,6 @@ from vllm.utils.mem_constants import GiB_bytes
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 SHARE = 0.6

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from h2o_vllm.blocks.plan import Eviction
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 

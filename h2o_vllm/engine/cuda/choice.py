@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {

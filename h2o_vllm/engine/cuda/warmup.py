@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from h2o_vllm.engine.cuda.state import CudaState
 
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 

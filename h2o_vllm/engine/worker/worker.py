@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from h2o_vllm.blocks.plan import Eviction
     from h2o_vllm.engine.worker.attention import ScoringImpl
 
-# Below "vllm", so that vLLM's logging configuration applies.
 logger = init_logger(f"vllm.{__name__}")
 
 State = TypeVar("State", bound=WorkerState)

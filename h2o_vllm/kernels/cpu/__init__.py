@@ -25,7 +25,6 @@ from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels.cpu.batch import Lanes as Lanes
 from h2o_vllm.kernels.cpu.batch import PagedBatch as PagedBatch
 
-# Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:

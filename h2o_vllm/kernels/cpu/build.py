@@ -23,7 +23,6 @@ from pathlib import Path
 
 from h2o_vllm.kernels.cpu import toolchain
 
-# Below "vllm", so that vLLM's logging configuration applies where there is one.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator configures and what a request may ask for. Every process; imports checks and errors."""
+"""What an operator configures and what a request may ask for. Every process; imports policies and errors."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One row of the table of settings, :class:`~h2o_vllm.config.options.H2OConfig`.
 
-Runs in every process; imports :mod:`h2o_vllm.checks` and :mod:`h2o_vllm.errors`. A row defines the option of
+Runs in every process; imports :mod:`h2o_vllm.errors`. A row defines the option of
 ``h2o-serve`` and its help, the request field and its JSON schema, the check of a value, the entry in ``GET
 /plugins/h2o/config`` and in the start-up line, and the key of the ``kv_cache`` report.
 """
@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from h2o_vllm.checks import MAX_TOKENS, check_choice, check_flag, check_fraction, check_integer
 from h2o_vllm.errors import BudgetError
+
+MAX_TOKENS = 2**31 - 1
+"""Largest number of tokens that any field takes."""
 
 
 @dataclass(frozen=True)
@@ -81,33 +83,34 @@ class Field:
         Raises:
             BudgetError: ``value`` has another type or is out of range.
         """
+        if self.kind is bool:
+            # 1 and 0 as well, which vLLM makes of flags inside ``vllm_xargs``.
+            if isinstance(value, int) and value in (0, 1):
+                return bool(value)
+            raise BudgetError(self.name, value, "true or false")
+        if self.kind is str:
+            if isinstance(value, str) and (value in self.words or not self.words):
+                return value
+            text = "the path of a file" if self.metavar == "FILE" else "a text"
+            raise BudgetError(
+                self.name, value, f"one of {', '.join(self.words)}" if self.words else text
+            )
         low_open = self.low_open and low is None
         low, high = self.low if low is None else low, self.high if high is None else high
-        if self.kind is bool:
-            return check_flag(self.name, value)
-        if self.kind is float:
-            return check_fraction(self.name, value, low, high, low_open=low_open)
+        accepted = f"a number in {'(' if low_open else '['}{low:g}, {high:g}]"
+        numbers: Any = int | float
         if self.kind is int:
-            return self._check_tokens(value, int(low), int(high))
-        if self.words:
-            return check_choice(self.name, value, self.words)
-        if not isinstance(value, str):
-            raise BudgetError(
-                self.name, value, "the path of a file" if self.metavar == "FILE" else "a text"
-            )
-        return value
-
-    def _check_tokens(self, value: Any, low: int, high: int) -> int | str:
+            accepted, numbers = f"an integer in [{low}, {high}]", int
         if isinstance(value, str) and value in self.words:
             return value
-        try:
-            return check_integer(self.name, value, low, high)
-        except BudgetError as error:
-            accepted = error.accepted
-            if self.words:
-                *others, last = (f"'{word}'" for word in self.words)
-                accepted = f"{', '.join([accepted, *others])} or {last}"
-            raise BudgetError(self.name, value, accepted) from None
+        is_number = isinstance(value, numbers) and not isinstance(value, bool)
+        # Compared before it is converted: float(10**400) overflows. NaN is in no range.
+        if is_number and low <= value <= high and not (low_open and value == low):
+            return self.kind(value)
+        if self.words:
+            *others, last = (f"'{word}'" for word in self.words)
+            accepted = f"{', '.join([accepted, *others])} or {last}"
+        raise BudgetError(self.name, value, accepted)
 
 
 def setting(default: Any, text: str, **facts: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, create_model
 
-from h2o_vllm.checks import MAX_TOKENS
+from h2o_vllm.config.fields import MAX_TOKENS
 from h2o_vllm.config.fields import Field as Row
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.settings import FIELDS

@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from h2o_vllm.config.options import H2OConfig as H2OConfig
-    from h2o_vllm.errors import AccountingError as AccountingError
-    from h2o_vllm.errors import BudgetError as BudgetError
     from h2o_vllm.errors import ConfigError as ConfigError
-    from h2o_vllm.errors import H2OError as H2OError
     from h2o_vllm.plugin import engine_args as engine_args
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "AccountingError": "h2o_vllm.errors",
-    "BudgetError": "h2o_vllm.errors",
     "ConfigError": "h2o_vllm.errors",
     "H2OConfig": "h2o_vllm.config.options",
-    "H2OError": "h2o_vllm.errors",
     "engine_args": "h2o_vllm.plugin",
 }
 

@@ -66,13 +66,6 @@ def calibrate(
             )
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
-    if (
-        output.suffix == ".safetensors"
-        and output.parent.resolve() == Path(engine["model"]).resolve()
-    ):
-        raise ConfigError(
-            f"--output {output}: vLLM would load it as weights; wanted another suffix, say .h2o"
-        )
     began = time.monotonic()
     length = 2 * LENGTH + BETWEEN + 2
     # Each request is one step, and reads nothing from the prefix cache.

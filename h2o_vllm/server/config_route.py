@@ -88,7 +88,6 @@ class KVCache(BaseModel):
 class Support(BaseModel):
     """The served combination. Unsupported ones are refused at the start."""
 
-    state: str = Field(description="Always 'supported': the engine has checked itself.")
     device: str
     vllm: str = Field(description="The range of vLLM versions accepted on this device.")
     kv_full_kernel: str = Field(
@@ -133,7 +132,7 @@ def attach(application: FastAPI, config: H2OConfig, *, documents_key: bool) -> N
         dependencies=[Security(HTTPBearer(auto_error=False))] if documents_key else [],
         tags=["H2O"],
         summary="KV budgets of this server",
-        description="Budgets, limits, policies, versions and support state of h2o_vllm. Read-only.",
+        description="Budgets, limits, policies, versions and what is served. Read-only.",
     )
     describe_fields(application, config)
     # FastAPI may have cached a page without the route.
@@ -176,7 +175,6 @@ def _describe(config: H2OConfig, engine: VllmConfig) -> H2OServerConfig:
             "python": platform.python_version(),
         },
         support=Support(
-            state="supported",
             device=device,
             vllm=">={}.{},<{}.{}".format(*low, *high),
             kv_full_kernel=config.kv_full_kernel,

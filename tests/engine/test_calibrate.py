@@ -124,7 +124,6 @@ def test_what_python_carries_is_enough() -> None:
             ["--output", "{}/b.h2o", "--pipeline-parallel-size", "2"],
             "--pipeline-parallel-size 2: one",
         ),
-        (["--output", "{}/b.safetensors", "--model", "{}"], "vLLM would load it as weights"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from h2o_vllm.blocks.counts.request_state import RequestCounts, RequestState
 from h2o_vllm.blocks.counts.schedule import EvictionSchedule
-from h2o_vllm.blocks.counts.split import drop_oldest, fresh_blocks, rank_all
+from h2o_vllm.blocks.counts.split import (
+    EvictionIndices,
+    drop_oldest,
+    fresh_blocks,
+    rank_all,
+)
 from h2o_vllm.config.request_budget import RequestBudget
-
-
-class EvictionIndices(NamedTuple):
-    """Table indices of one eviction, each list ascending.
-
-    ``heavy`` and ``doomed`` are those of :class:`.BlockSplit`. ``fresh`` are the indices among them that no
-    earlier eviction has ranked; they are neighbours, but for the prompt's protected end.
-    """
-
-    heavy: tuple[int, ...]
-    doomed: tuple[int, ...]
-    fresh: tuple[int, ...]
 
 
 class EvictionState(RequestState):
@@ -161,14 +153,6 @@ class EvictionState(RequestState):
         """Tokens seen before which nothing is evicted; ``None``: not known yet."""
         return self._evict_from if self.schedule.first is None else self.schedule.first
 
-    @property
-    def _first_due(self) -> int | None:
-        """Tokens seen at the first eviction; ``None``: there is none, or it is not known yet."""
-        begin = self._begin
-        if begin is None:
-            return None
-        return self.schedule.next_due(begin - 1, begin, max(self._last, begin))
-
     def _split(self, computed: int, num_doomed: int) -> EvictionIndices:
         until = self.schedule.recent_from(computed)
         # The doomed blocks must lie before the recent window.
@@ -179,8 +163,8 @@ class EvictionState(RequestState):
         fresh = fresh_blocks(self._candidates, places, self.end, num_doomed, first=first)
         candidates = [*self._candidates, *fresh]
         if not self.policy.moves_tokens:
-            return EvictionIndices(*drop_oldest(candidates, num_doomed), fresh)
-        return EvictionIndices(*rank_all(candidates, num_doomed, first=first), fresh)
+            return drop_oldest(candidates, num_doomed)._replace(fresh=fresh)
+        return rank_all(candidates, num_doomed, first=first)._replace(fresh=fresh)
 
     def chunk_limit(self, computed: int, num_tokens: int) -> int:
         """See the base class.
@@ -255,8 +239,11 @@ class EvictionState(RequestState):
     @property
     def _num_cacheable_blocks(self) -> int:
         """Number of first blocks that may come from the prefix cache, if the request is not stock."""
-        begin, due = self._begin, self._first_due
-        if begin is None or due is None or self.policy.needs_scores:
+        begin = self._begin
+        if begin is None or self.policy.needs_scores:
+            return self.pinned
+        due = self.schedule.next_due(begin - 1, begin, max(self._last, begin))
+        if due is None:
             return self.pinned
         if self.policy.moves_tokens:
             return min(self.pinned + self.schedule.freed(due, self._evict_from), self.end.start)

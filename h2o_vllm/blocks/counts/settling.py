@@ -60,15 +60,13 @@ class SettlingSchedule(Schedule):
         """See the base class."""
         return self.budget.settle
 
+    window = bound
+    """Number of newest tokens that never settle."""
+
     @property
     def pin(self) -> int:
         """Tokens before the first segment."""
         return int(self.budget.protect)
-
-    @property
-    def window(self) -> int:
-        """Number of newest tokens that never settle."""
-        return self.budget.settle
 
     @cached_property
     def segment(self) -> int:

@@ -6,15 +6,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class BlockSplit(NamedTuple):
-    """Table indices of one eviction: two ascending lists without a common index.
+class EvictionIndices(NamedTuple):
+    """Table indices of one eviction, each list ascending.
 
     ``heavy`` blocks survive and receive the best tokens of both lists. If ``heavy`` is empty, nothing is
-    copied. ``doomed`` blocks are freed.
+    copied. ``doomed`` blocks are freed. ``fresh`` are the indices among them that no earlier eviction has
+    ranked; they are neighbours, but for the prompt's protected end.
     """
 
     heavy: tuple[int, ...]
     doomed: tuple[int, ...]
+    fresh: tuple[int, ...] = ()
 
 
 def fresh_blocks(
@@ -37,7 +39,7 @@ def fresh_blocks(
     return (*before, *behind)
 
 
-def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSplit:
+def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> EvictionIndices:
     """Free the oldest blocks at the first eviction, the newest at every later one.
 
     Both choices keep the same tokens. The first eviction frees the oldest blocks: they are the published
@@ -50,16 +52,16 @@ def rank_all(candidates: list[int], num_doomed: int, *, first: bool) -> BlockSpl
         first: whether this is the request's first eviction.
     """
     if first:
-        return BlockSplit(tuple(candidates[num_doomed:]), tuple(candidates[:num_doomed]))
+        return EvictionIndices(tuple(candidates[num_doomed:]), tuple(candidates[:num_doomed]))
     keep = len(candidates) - num_doomed
-    return BlockSplit(tuple(candidates[:keep]), tuple(candidates[keep:]))
+    return EvictionIndices(tuple(candidates[:keep]), tuple(candidates[keep:]))
 
 
-def drop_oldest(candidates: list[int], num_doomed: int) -> BlockSplit:
+def drop_oldest(candidates: list[int], num_doomed: int) -> EvictionIndices:
     """Free the oldest blocks, and copy nothing. The sequence's first block goes last.
 
     Args:
         candidates, num_doomed: as for :func:`rank_all`.
     """
     order = [i for i in candidates if i > 0] + [i for i in candidates if i == 0]
-    return BlockSplit((), tuple(sorted(order[:num_doomed])))
+    return EvictionIndices((), tuple(sorted(order[:num_doomed])))

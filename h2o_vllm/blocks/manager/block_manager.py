@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
 from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.settling_state import SettlingState
+from h2o_vllm.blocks.counts.split import EvictionIndices
 from h2o_vllm.blocks.counts.squeeze import SqueezeRules
 from h2o_vllm.blocks.manager.other_groups import LimitedManager, withdraw_unfilled
 from h2o_vllm.blocks.manager.pool_check import check_pool, check_private

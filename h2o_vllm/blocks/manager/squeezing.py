@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from h2o_vllm.blocks.counts.eviction_state import EvictionIndices, EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.split import EvictionIndices
 from h2o_vllm.blocks.counts.squeeze import SqueezeCounts, SqueezeRules, Victim, choose_victims
 from h2o_vllm.blocks.manager.other_groups import LimitedManager, published_from
 

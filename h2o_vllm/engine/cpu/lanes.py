@@ -70,7 +70,8 @@ class LaneStore:
         pages, counts = _by_owner(heavy_blocks, owners)
         before = self._requests.get(request_id)
         slot = self._slot(int(counts.max())) if before is None else before.slot
-        self._widen(int(counts.max()))
+        if counts.max() > self._pages.shape[3]:
+            self._grow(self._heavy.numel(), 2 * int(counts.max()))
         self._requests[request_id] = _Shared(slot, tuple(heavy_blocks), owners)
         there = torch.arange(self._pages.shape[3]) < counts[:, :, None]
         self._pages[:, slot][there] = pages.flatten()
@@ -111,10 +112,6 @@ class LaneStore:
             self._grow(slots + more, max(width, self._pages.shape[3]))
             self._free = list(range(slots, slots + more))
         return self._free.pop()
-
-    def _widen(self, width: int) -> None:
-        if width > self._pages.shape[3]:
-            self._grow(self._heavy.numel(), 2 * width)
 
     def _grow(self, slots: int, width: int) -> None:
         old = (self._pages, self._counts, self._heavy)

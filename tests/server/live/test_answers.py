@@ -269,7 +269,7 @@ def test_config_says_what_is_served_to_whoever_has_the_key(server: LiveServer) -
     assert {"/v1/responses", "/v1/messages"} <= set(config["routes"]["accepted"])
     cache = config["kv_cache"]
     assert cache["block_size"] == 32 and cache["num_tokens"] == 32 * (cache["num_blocks"] - 1)
-    support = {"state": "supported", "device": "cpu", "kv_full_kernel": "auto"}
+    support = {"device": "cpu", "kv_full_kernel": "auto"}
     assert support.items() <= config["support"].items()
     assert set(config["versions"]) == {"h2o_vllm", "vllm", "torch", "python"}
     page = httpx.get(f"{server.url}/openapi.json").json()

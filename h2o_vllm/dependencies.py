@@ -5,8 +5,6 @@ Packages of other builds (torchvision for CUDA beside torch for CPUs) and librar
 when vLLM is imported, as pages of traceback.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@
 changes nothing by itself (law 10). ``engine_args`` is the switch.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import entry_points
 from pathlib import Path

@@ -5,8 +5,6 @@ A plain run takes what is marked neither ``slow`` nor ``long``, ``--full`` adds 
 Whoever names files or tests, or gives ``-k``, gets those whatever their tier.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

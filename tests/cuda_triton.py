@@ -4,8 +4,6 @@
 A process that has the folder first in its PYTHONPATH imports it; the rest of its environment stays.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

@@ -5,8 +5,6 @@ Triton decides when it is first imported whether it interprets, for its own libr
 may have imported it long before. On a GPU the same code is tested in ``tests/gpu``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

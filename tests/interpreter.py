@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter, made quicker for tests. Only where ``TRITON_INTERPRET`` is 1."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from types import FunctionType, SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """H2O as published: what tests speak of where they name no policy, whatever a server's defaults are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PUBLISHED: dict[str, Any] = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policies that tests go through: every rank alone, and the sets that presets stand for."""
 
-from __future__ import annotations
-
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.presets import PRESETS
 from h2o_vllm.policy.ranks import RANKS

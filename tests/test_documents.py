@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documents say exists: links, files, commands, options."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the package as an installer would, from a copy: a build writes beside its sources."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ Grafana's JSON is long and repeats itself; what a panel shows is said here once.
 vLLM's own dashboard: the same variables, percentiles and units. A test holds the two together.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

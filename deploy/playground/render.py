@@ -5,8 +5,6 @@ The first is the whole page, as it is after its first question; the second is wh
 answers and the text below them, as wide as a README is on GitHub.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Each replica is the whole server with an engine of its own: budget fields, 400s,
 have to hide in ``vllm_xargs``, a bad one would fail in the engine, and reports and metrics would be missing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

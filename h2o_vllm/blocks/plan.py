@@ -8,8 +8,6 @@
                freed: back in the pool, re-used by other requests
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -6,8 +6,6 @@ token gets in the second reading.
 Serve with: h2o-serve --model DIR --kv-calibration FILE --kv-policy predicted+key
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine reads texts, each twice in one request, and learns from the attention of the second reading."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Default texts for a calibration, which come with Python: prose, code, and made-up records."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import optparse

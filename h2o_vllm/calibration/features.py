@@ -6,8 +6,6 @@ pair stays the same. The features are these lengths, the elements of the key tha
 value. So no code needs the position of a token, or the way a model counts positions.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -12,8 +12,6 @@ its queries and keys are at hand: nothing is read from the KV cache, and nothing
 read a key, the largest attention that any of them gives it counts, as of query heads.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

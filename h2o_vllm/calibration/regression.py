@@ -4,8 +4,6 @@
 Independent of models: :mod:`.features` makes the features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ Runs in every process; imports :mod:`h2o_vllm.errors`. A row defines the option 
 /plugins/h2o/config`` and in the start-up line, and the key of the ``kv_cache`` report.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

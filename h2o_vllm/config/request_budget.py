@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget of one request, with all defaults filled in. Every process; imports the policies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from h2o_vllm.policy.policy import Policy

@@ -4,8 +4,6 @@
 Runs in the API server, which refuses with a 400, and in the engine core, for requests of the offline API.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any

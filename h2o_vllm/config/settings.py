@@ -5,8 +5,6 @@ Runs in every process; imports its siblings and the presets. :mod:`h2o_vllm.conf
 from several rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 They survive pickling, as our attribute of ``SchedulerOutput`` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from typing import Any

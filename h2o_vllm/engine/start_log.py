@@ -10,8 +10,6 @@
 All our loggers lie below "vllm", so that vLLM's logging configuration applies to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

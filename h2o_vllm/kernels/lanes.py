@@ -28,8 +28,6 @@ What an eviction does, layer by layer, with ``nh`` heavy and ``nd`` doomed block
    order, those of kept lanes first. All is read before anything is written; doomed blocks are only read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ B requests, MB blocks per table row, R listed rows, L layers, S live length.
 :func:`h2o_vllm.kernels.cpu.batch.key_value_views`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@
 A step that evicts costs a few additions; any other step reads the clock once.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

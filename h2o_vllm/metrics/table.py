@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All metrics of h2o_vllm: the only place with their names. Any process; imports no vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

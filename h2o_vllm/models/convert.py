@@ -8,8 +8,6 @@ digit become other tokens than the model was trained on. The weights are bit for
 Heavy: imports numpy, torch, gguf, tokenizers, safetensors. Imported only to convert.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ SmolLM2-135M-Instruct (Apache-2.0; Llama architecture, 30 layers, 9 query and 3 
 safetensors directory, so it is converted once, into the user's cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -8,8 +8,6 @@ SmolLM2-135M-Instruct-<fingerprint>.lock   flock; the kernel drops it when its h
 ```
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

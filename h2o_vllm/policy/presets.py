@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: names for policies, their uses and their ranks. Every process; imports nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@ One row per rank. :class:`~h2o_vllm.policy.policy.Policy` joins rows, :mod:`h2o_
 them. Everything else that depends on a rank is a column here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

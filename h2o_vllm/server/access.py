@@ -6,8 +6,6 @@ vLLM 0.32 checks the key only below ``/v1``, ``/v2``, ``/inference`` and ``/cohe
 the key. The playground's page also takes it as the password of Basic authentication.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Mapping

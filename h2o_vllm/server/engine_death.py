@@ -6,8 +6,6 @@ When its engine dies, vLLM's server (0.32) answers ``/health`` with 503, ends it
 exits some seconds later with code 0: a supervisor that restarts failed services would leave it down.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import dataclass

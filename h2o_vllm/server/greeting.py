@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server says when it is up: where it is, a first request, how to stop it. Imports nothing of vLLM."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

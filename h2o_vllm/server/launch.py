@@ -6,8 +6,6 @@ the public functions of vLLM's ``run_server`` with another signal handler: vLLM'
 during the start, which its ``zmq_socket_ctx`` swallows, so that the server starts in spite of the signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

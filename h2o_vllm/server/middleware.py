@@ -6,8 +6,6 @@ It checks the API key where vLLM does not. The body is read only when the applic
 an unauthenticated request is read. A refusal replaces the application's answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace

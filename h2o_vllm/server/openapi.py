@@ -4,8 +4,6 @@
 vLLM's request models lack them, so the application's ``openapi`` method is wrapped, as FastAPI documents it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI

@@ -5,8 +5,6 @@ A client writes the fields at the top level of the body or inside ``vllm_xargs``
 ``vllm_xargs`` to the engine and silently ignores unknown top-level fields. So checked fields are moved there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -5,8 +5,6 @@ API-server process. One sequence gives the engine's report unchanged; several (`
 give one object with the same keys, summed counts, and the report of each sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ last data event: the usage chunk if there is one, else the chunk with the finish
 Anthropic's streams. All other events pass at once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ Some routes apply the fields (``LIFTED``) or pass them on (``PREPARED``). All ot
 that vLLM adds cannot ignore them.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ Runs in the process that the user starts. vLLM's server is configured through it
 scheduler and worker classes, ``additional_config`` and ``middleware``.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import logging

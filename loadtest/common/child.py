@@ -4,8 +4,6 @@
 Engines live in processes of their own, so that each has its own environment and dies with its input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ Hands out bytes as they come off the wire, so that a time can be put on each. Co
 again, as production clients do: a new one would be part of every time to first token.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How our commands present themselves."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a measured number has to be read with: when, where, with which versions, commit and command."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

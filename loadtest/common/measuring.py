@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry out a plan of measurements, a row as soon as each is made: what an interrupted run lacks, no more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's ``/metrics``: read once, and watched while it is loaded."""
 
-from __future__ import annotations
-
 import statistics
 import threading
 import urllib.request

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of results: JSON lines, a row as soon as it is measured, so that an interrupted run can go on."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that we start, wait for and stop."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

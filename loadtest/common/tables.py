@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markdown tables, and how numbers stand in their cells."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence

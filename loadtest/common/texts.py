@@ -5,8 +5,6 @@ By default stretches of Python's own documentation, which every Python carries; 
 JSONL file. Request ``i`` has the same prompt in every run with the same settings.
 """
 
-from __future__ import annotations
-
 import json
 import pydoc_data.topics
 from bisect import bisect_left

@@ -5,8 +5,6 @@ What it says means nothing, but depends sharply on every key it attends to: the 
 makes attention peaked, so one wrong block changes the tokens. Two ranks can share its heads.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

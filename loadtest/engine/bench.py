@@ -13,8 +13,6 @@ median. Writes one JSONL row per measurement as soon as it is made, two tables a
 goes on where an interrupted run stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

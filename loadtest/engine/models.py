@@ -4,8 +4,6 @@
 Throughput does not depend on the weights' values, so nothing is downloaded (``load_format="dummy"``).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

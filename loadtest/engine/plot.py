@@ -4,8 +4,6 @@
 The figure is made without pyplot: no backend is chosen for the process, and nothing has to be closed.
 """
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of an engine: their memory, whether they are idle, and others that compete with them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

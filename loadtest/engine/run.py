@@ -5,8 +5,6 @@ Reads a :class:`~loadtest.engine.workloads.Start` as a line of JSON, then a work
 one line of JSON on stdout when the engine is up, and one per workload. Ends with its input.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

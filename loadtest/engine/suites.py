@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each device is measured with: its engines' variants, its settings and its table of workloads."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of benchmark rows: what was measured, and how it compares within a round."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from loadtest.common.results import Row

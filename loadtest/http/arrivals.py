@@ -6,8 +6,6 @@ are one again, so ``USERS x rate`` requests come per second, and several Locust 
 each other.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

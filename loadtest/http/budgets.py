@@ -11,8 +11,6 @@ field at all (the server's default; the only one plain vLLM understands)::
     0.2/h2o,0.2/window     two policies side by side
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

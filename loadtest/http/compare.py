@@ -10,8 +10,6 @@ machine hits all; each run has its own ``cache_salt``, so that none finds the pr
 cache. Writes JSON lines and Markdown.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import shlex

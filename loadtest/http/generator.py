@@ -4,8 +4,6 @@
 Under Locust its blocking calls are greenlets, in tests they are threads.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

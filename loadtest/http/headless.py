@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locust in a process of its own: gevent patches whatever shares one with it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ for each budget, the rows ``ttft[kv=0.2]``, ``itl[kv=0.2]`` (milliseconds) and `
 second of one request). Only the row of the request itself counts towards "Aggregated".
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from http.client import HTTPException

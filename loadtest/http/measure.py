@@ -7,8 +7,6 @@ client sees it, and token counts come from ``usage`` alone. Of server-sent event
 an event that the stream does not end is dropped.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

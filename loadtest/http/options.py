@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the load test beside Locust's own, each also an environment variable ``LOADTEST_...``."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal

@@ -7,8 +7,6 @@ Writes ``RUN.md``. With ``--slo`` the exit code is 3 if an objective is not met.
 run gives a row per budget, a file of a comparison a row per variant: medians over its rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -6,8 +6,6 @@ budget's requests, and the limit. Times are seconds and must not exceed the limi
 ``req_per_s`` must not fall below it. An objective without a measurement is not met.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

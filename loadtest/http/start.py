@@ -8,8 +8,6 @@ quickstart). The first round fills caches and does not count. Writes a JSONL row
 made, and prints medians with their range.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

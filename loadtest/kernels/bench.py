@@ -10,8 +10,6 @@ quartiles. Refuses to time anything that does not first reproduce the reference.
 configuration into ``loadtest/results/``.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

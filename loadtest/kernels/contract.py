@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark of a device offers to :mod:`.bench`."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property

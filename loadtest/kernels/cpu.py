@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On CPU: vLLM's C++ attention against ours, one layer."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -6,8 +6,6 @@ than the GPU's L2 cache; the graphs are replayed in turn. Bytes are the least th
 read once, each output written once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial

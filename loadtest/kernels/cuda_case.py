@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on a GPU as its benchmarks time it: a batch of one shape, and the kernels for it. bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

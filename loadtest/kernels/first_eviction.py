@@ -9,8 +9,6 @@ compaction, medians of several runs; on a CPU, of both together, calibrated. On 
 of one block, and of the first one beside 64 later ones, both calibrated.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

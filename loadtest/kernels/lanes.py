@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows whose KV heads share the first half of their blocks, for the GPU kernels; and what must come out."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

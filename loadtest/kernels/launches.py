@@ -8,8 +8,6 @@ same memory, by Triton and by us. One line of JSON per case; exit code 1 if a ca
 :mod:`h2o_vllm.kernels.triton.launching` says what differs between the two ways.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ builds: ``deploy/locks/cuda.txt`` names it, and a folder of its own holds it,
     PYTHONPATH=FOLDER python -m loadtest.kernels.resources
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models whose shapes the CPU benchmark has."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 BLOCK_SIZE = 32

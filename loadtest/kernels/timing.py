@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls timed in turn: a slow moment of the machine hits all, and ratios are taken within a round."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

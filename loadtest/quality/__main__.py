@@ -9,8 +9,6 @@
 Writes ``FILE.jsonl`` (a row per line, budget, measure and sample) and ``FILE.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

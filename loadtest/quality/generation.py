@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a measure wants generated, what came back, and what can generate. Imports nothing of ours."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A line is written ``POLICY[,FIELD=VALUE...]``: ``h2o,delay=8`` is the policy ``h
 ``value,heads=shared`` one with ``kv_heads`` "shared".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

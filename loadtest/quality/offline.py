@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model in this process: one vLLM engine for all policies and budgets, which each request names."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

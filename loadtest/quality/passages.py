@@ -4,8 +4,6 @@
 Each passage is a name and a text; the same versions of the packages give the same texts.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import importlib.util

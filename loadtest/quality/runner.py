@@ -5,8 +5,6 @@ Then budget by budget, and within a budget sample by sample, so that a batch hol
 interrupted run has whole budgets. An answer is left out if its row exists.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

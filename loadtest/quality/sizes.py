@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much is measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

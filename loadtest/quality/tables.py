@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures as Markdown: per metric a table, lines down, budgets across, each value with its interval."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -6,8 +6,6 @@ which have nothing to do here, where each step is computed when it is launched. 
 step before it has seen the tokens of the one before, as on a GPU: the counts it decides by may be stale.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -16,8 +16,6 @@ divides its work by the batch, too; where that decides between two tokens of the
 ``TIE``), the request counts as a tie, not as wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

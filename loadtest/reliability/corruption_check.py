@@ -6,8 +6,6 @@ and a pool so small that requests keep preempting each other. Freed blocks are p
 and the pool's books are checked after every step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

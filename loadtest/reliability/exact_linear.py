@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers whose result does not depend on how many rows share a batch: for the hunt alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

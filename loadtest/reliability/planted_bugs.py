@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that other systems had, planted in a running CPU worker to see :mod:`.corruption` find them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -14,8 +14,6 @@ NaN would survive (0 * NaN), a large number does not. The doomed blocks of this 
 compaction, hence poisoned after it, although the pool has counted them as free since the step was planned.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

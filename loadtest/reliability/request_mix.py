@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests: budgets, policies, lengths, shared prefixes, arrivals and aborts."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ be in use, and a request of always the same shape is timed. Writes JSON lines, s
 exits with 1 if anything did, or if a request failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clients of a soak: they complete, chat, stream, send bad budgets, leave half-way and come back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

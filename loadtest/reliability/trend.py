@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a series of measurements grow? A slope that a few outliers cannot bend, and a bound on it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request's eviction state, without an engine."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 # ruff: noqa: E501 - a row is a line
 """The report says why a request that may evict has evicted nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

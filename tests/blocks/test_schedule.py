@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When blocks are given back: the schedule against a request that is played token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

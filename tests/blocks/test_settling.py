@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When segments settle, and how many tokens are held: closed forms against loops over single tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from fractions import Fraction

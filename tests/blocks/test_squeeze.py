@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic requests without an engine: who yields, when evictions begin, what may be read and published."""
 
-from __future__ import annotations
-
 import pytest
 
 from h2o_vllm.blocks.counts.eviction_state import EvictionState

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trace says of a request's evictions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibrations of random weights, for engines in which it only matters that each token has a score."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known of a token does not depend on where it stands, and leaves out nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration survives the disk, and is refused for any other model, in words that say why."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is learned of a request that repeats a text: each token's largest attention, by the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

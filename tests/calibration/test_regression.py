@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Least squares find the weights, from parts as from the whole, and for all heads as for one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

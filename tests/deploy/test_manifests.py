@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dockerfile, compose file, Helm chart and examples: what can be checked without running them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dashboard and rules name only metrics that exist, and Prometheus accepts them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of random weights, and answers of an engine that serves them; on CPUs and on GPUs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which operations of torch a call takes. On GPUs each is a launch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proposer of our own, by vLLM's hook for custom ones: it drafts right, wrong or any tokens, or none."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters with layers of their own, of random weights: each draws other tokens than the model, and KV."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

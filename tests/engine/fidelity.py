@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 4's comparison: what a real engine keeps of a request, against the independent reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

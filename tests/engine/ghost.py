@@ -6,8 +6,6 @@ keep, writes what a step computes and attends to what the block tables hold. Wha
 compared with the same request alone, in memory that no other request has (laws 1, 5, 6 and 7).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

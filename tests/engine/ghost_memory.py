@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of hashes, and a model on them: a token's KV is a hash of all that it attended to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every step's plan has to be: evictions that commute, and block tables that say what they freed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real scheduler on a tiny real pool, without workers: tests play the model themselves."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import deque

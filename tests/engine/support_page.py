@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the refusals into SUPPORT.md: ``python -m tests.engine.support_page``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from h2o_vllm.engine.support.check import REFUSALS

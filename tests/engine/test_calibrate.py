@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that calibrates: what it learns of a real model predicts repetitions, and serves them."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from functools import partial

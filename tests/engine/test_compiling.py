@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A system that cannot compile serves all the same: a request for logprobs does not end the engine of all."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from importlib import metadata

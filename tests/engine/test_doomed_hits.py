@@ -4,8 +4,6 @@
 On the real scheduler and a tiny real pool. Their tokens: ``test_doomed_hits_tokens.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from h2o_vllm.blocks.plan import Eviction

@@ -7,8 +7,6 @@ and of its neighbours'. Each eviction ranks by keys alone, so what the scores' m
 evictions has no meaning.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 3, 5 and 12 where drafts meet the scheduler: a real one on a tiny real pool, without workers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

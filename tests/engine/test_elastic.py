@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic requests on the real scheduler and a tiny real pool: who is squeezed, when, and what it spares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

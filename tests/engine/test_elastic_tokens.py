@@ -5,8 +5,6 @@ Who was squeezed generates what it generates with ``kv_evict_from`` at that poin
 vLLM does. The pool is made small by taking blocks out of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of an engine on CPUs get by environment, and what the C library makes of it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

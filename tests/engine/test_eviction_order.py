@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evictions of one step commute: whatever their order, a real scheduler's plans give the same bytes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence

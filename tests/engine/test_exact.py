@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 13: an exact request gives the tokens of full KV. On a real engine, in float32."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from copy import copy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which executor a CPU engine gets."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

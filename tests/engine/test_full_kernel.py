@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--kv-full-kernel h2o``: rows without scores on our CPU kernel. Law 1 restated, and who serves whom."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1, 5, 6 and 7 on ghost memory: what each token comes of, for every kind of layer beside ours."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv_heads`` "shared" on the real engine: laws 4, 5 and 8; blocks come home from each."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 Workers are told in that step which scores are early so far. What comes of it: ``test_policies.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 4: the kept set equals an independent plain-torch H2O's, per layer and head; so do the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 9: if any of our parts is not the one vLLM bound, start-up fails loudly. And what we refuse."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import SimpleNamespace

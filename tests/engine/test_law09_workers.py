@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 9 in the worker: layers, kernels and steps that are not ours are refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 10: installing the package changes nothing for a plain ``vllm serve``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

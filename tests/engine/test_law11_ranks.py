@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 11: workers that share a model, by heads or by layers, free and keep what one worker does."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

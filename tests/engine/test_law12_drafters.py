@@ -4,8 +4,6 @@
 "Without drafts" is the same engine, whose scheduler does not hear of the drafts.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

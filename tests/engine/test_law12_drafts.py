@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 12: a draft leaves nothing. On a real engine, with a proposer that drafts what the test wants."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 2, 3, 6, 7 and 8 on the real scheduler and a tiny real pool."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

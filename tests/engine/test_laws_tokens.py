@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 2, 3, 5 and 6 where they speak of tokens: the real engine, float32. Law 1: ``test_full_kernel.py``."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 5 and 6 across LoRA adapters of random weights; vLLM serves them on CPU with its torch operators."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The size of the KV pool on CPU where the user names none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

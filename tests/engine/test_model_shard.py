@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 11 without a second process: which of the model's layers and KV heads a worker says are its own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same engine compiled, in bf16, with other block sizes. In several processes: the live servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

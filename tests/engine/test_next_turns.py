@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where memory is short, requests that begin anew leave the blocks of an answer to its next turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

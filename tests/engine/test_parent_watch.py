@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine core ends with the process that started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy on the real engine: one row of the matrix each, the laws in the columns."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

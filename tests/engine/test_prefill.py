@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded prompts on the real scheduler and a tiny real pool: what they hold, who gets in, who is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

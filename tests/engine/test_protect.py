@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protected tokens: laws 3, 6 and 7 on the real scheduler and a tiny real pool."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

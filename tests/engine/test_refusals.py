@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 9: each row of refusals ends the start by its name, and the page has the same rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

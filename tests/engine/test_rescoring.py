@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker reads what is ranked first from its blocks, and writes the policy's scores there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evictions inside a prompt: what follows ``kv_evict_from`` is computed as an answer would be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions (streaming input): they keep all their KV, and one whose first part never fits ends."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

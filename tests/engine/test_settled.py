@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 2, 3, 5, 6 and 7 of settled segments, on the real scheduler and ghost memory."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

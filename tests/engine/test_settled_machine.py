@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1 to 3 and 5 to 7 of chats whose segments settle, in any order of events, on ghost memory."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

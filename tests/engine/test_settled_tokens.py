@@ -5,8 +5,6 @@ A request reads the blocks that others have computed under its lineage. Its answ
 cache.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests about one document that ask at once: one computes it, the others wait and read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

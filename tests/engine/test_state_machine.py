@@ -8,8 +8,6 @@ shrinks to a short script of rules, which then becomes a test of its own in ``te
 Bugs that are planted have to be found, else the machine would prove nothing: one of each kind here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

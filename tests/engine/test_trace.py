@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trace says what the engine holds: what lies in its blocks, which is what an independent H2O keeps."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -5,8 +5,6 @@ The signatures of its GPU worker and model runner V2, which load without a GPU. 
 block pool and the CPU worker are called by the tests of the laws.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.util

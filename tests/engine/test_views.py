@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When an exact request drafts: from bytes read, and from what was accepted."""
 
-from __future__ import annotations
-
 import pytest
 
 from h2o_vllm.blocks.plan import DraftView

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CPU worker runs each of our kernels before it serves: none is built by somebody's first request."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine of ``test_state_machine.py``: clients, the real scheduler and a real pool."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats beside the traffic of ``traffic.py``: turns continue, are cut and branch; the cache loses blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st

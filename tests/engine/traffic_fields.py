@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers and their clients' budget fields for ``traffic.py``; hypothesis draws which."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

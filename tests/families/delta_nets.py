@@ -5,8 +5,6 @@ vLLM's CPU kernels for them take bfloat16 alone, in which near ties of scores fa
 transformers computes the rule, in float32, on vLLM's states; all else is vLLM's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

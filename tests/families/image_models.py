@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with random weights that see, with their processors; made without a model hub."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with random weights, one of each kind of attention that is served; made without a model hub."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

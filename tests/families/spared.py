@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is refused for vLLM's sake, and can be tested all the same with a tiny model's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

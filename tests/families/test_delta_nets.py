@@ -6,8 +6,6 @@ rounding decides between near ties, and one token may change all that follow. He
 engine's tokens, and agrees with it up to that rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -6,8 +6,6 @@ Qwen2.5-VL stands for pictures with three positions per token (M-RoPE); LLaVA, w
 tokens are as others: counted, ranked, protected and evicted. Of videos the tests show laws 2, 4, 5 and 7.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -12,8 +12,6 @@ there vLLM makes blocks as large as a state, and blocks of that size are evicted
 the last layers read the KV of earlier ones, which is ranked by the attention of all that read it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

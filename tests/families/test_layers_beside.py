@@ -7,8 +7,6 @@ has the rest). vLLM gives each kind KV cache groups of its own, on the blocks of
 themselves; only full attention is evicted. Law 4 of the same models: ``test_law04_models.py``.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference itself does what the paper says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

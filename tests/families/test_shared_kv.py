@@ -6,8 +6,6 @@ score of a key is the attention of all layers that read it. Laws 1 to 7 of the s
 families, in ``test_law04_models.py`` and ``test_layers_beside.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,8 +4,6 @@
 What fails is said at once: a GPU that is lent may be gone before pytest sums up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

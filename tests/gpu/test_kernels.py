@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Triton kernel against its reference at the sizes it is made for, on a real GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

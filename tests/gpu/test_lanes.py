@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Triton kernel against its reference where KV heads share slots, at real sizes, on a real GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bound launches are those that Triton would make. No kernel is compiled or run here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -5,8 +5,6 @@ The interpreter accepts what the compiler refuses; this shows it without a GPU, 
 on GPUs have.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

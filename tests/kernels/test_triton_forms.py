@@ -5,8 +5,6 @@ Nothing is compiled or run here: what a call launches is noted, under the key th
 up by. ``tests/engine/cuda`` holds every step of its engines against the warm-up in the same way.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of the samples that a scrape shows."""
 
-from __future__ import annotations
-
 import re
 
 from prometheus_client import generate_latest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine core's counts: every event is handed over once, and none is forgotten."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a real scheduler, over vLLM's wire, through vLLM's stat loggers, to a scrape."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

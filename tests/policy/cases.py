@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fresh tokens of one eviction, with random keys and values or with given ones; sets of ranks."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import torch

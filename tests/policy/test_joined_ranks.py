@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every set of ranks against the formulas of the papers, and what holds for all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

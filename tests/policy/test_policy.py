@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``kv_policy`` may be, and what follows from the ranks it names."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv_protect``: what a request may ask for, and the number of tokens it means."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ picture looks like to the model, transformers says. Where in it a token is (M-Ro
 (arXiv 2409.12191) and Qwen2.5-VL (arXiv 2502.13923).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

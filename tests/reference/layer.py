@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the reference of the policies knows of one layer. Imports nothing of h2o_vllm."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model attends to in a prompt while it repeats it, with full attention: KVzip, arXiv 2505.23416."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

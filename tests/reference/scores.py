@@ -5,8 +5,6 @@ Plain torch, over the whole attention matrix of a layer; nothing is accumulated 
 of h2o_vllm.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 Imports nothing of h2o_vllm.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

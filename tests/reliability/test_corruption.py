@@ -4,8 +4,6 @@
 In a process of its own: it schedules asynchronously on CPU and computes in float64, as nobody else should.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

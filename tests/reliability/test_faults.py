@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Killed servers and workers, under load; a killed engine: ``tests/server/test_short_pool.py``."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -5,8 +5,6 @@ Two thousand requests to our layer in front of a stand-in, 100,000 with ``--long
 ``tests/server/live/test_clients.py`` a real server gets the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

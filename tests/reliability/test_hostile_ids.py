@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 8 for what a client can name (``/v1/responses`` takes ids as they come) and multiply (``n``)."""
 
-from __future__ import annotations
-
 import pytest
 
 from h2o_vllm.engine.core.parallel_choices import MAX_CHOICES, MAX_IDLE_PARENTS, parent_request

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas behind vLLM's router: a drain loses nothing, a kill only what was open there."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

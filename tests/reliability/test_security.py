@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SECURITY.md promises: nothing of a client's is executed, our routes read only, limits are kept."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak, for half a minute; ``tests/loadtest/reliability/test_trend.py`` checks what it calls flat."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

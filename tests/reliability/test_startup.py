@@ -4,8 +4,6 @@
 What the command line alone can tell is in ``tests/server/test_cli.py``.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of requests, and what admission makes of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

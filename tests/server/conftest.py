@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server tests share: reports as the engine sends them, and a tiny model to serve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has to be seen where a process of a loaded server is killed: in ``/health``, streams and exit code."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -5,8 +5,6 @@ As text, because the worst of it has no Python object: ``1e999``, the same key t
 seed gives the same requests everywhere, on a stand-in and on a real server.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

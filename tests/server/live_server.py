@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real ``h2o-serve`` in its own process group, with the embedded model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

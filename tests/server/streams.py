@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of a live server that stream, that stop reading, that vanish, and that send nonsense."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--api-key`` covers everything but health and monitoring, also behind a proxy with ``--root-path``."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step in front of the engine: words become numbers, and what cannot be served is a 400."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The application for other ASGI servers, without an engine; with one: ``test_other_server.py``."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends that need a server of their own: a signal while it starts, several engines or API servers."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the server ended because it was told to, or because its engine died."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 

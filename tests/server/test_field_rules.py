@@ -2,8 +2,6 @@
 # ruff: noqa: E501 - a row is a line
 """Which fields go together, with which policies and on which servers: a row each."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

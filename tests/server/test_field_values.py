@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No value a client can send reaches the engine unchecked (law 8)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of settings: a row says all, and is found wherever a setting shows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three lines with which a start ends."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

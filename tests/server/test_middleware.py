@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer around vLLM's application, on an application built like vLLM's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

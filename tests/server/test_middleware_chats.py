@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer around vLLM's application: Anthropic's API, and ``kv_protect: "system"``."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's API page describes the budget fields, with this server's ranges."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@
 The model is of random weights.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

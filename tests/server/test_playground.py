@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page ``/h2o/``: what is served, under which policy, to whom; the text of single tokens."""
 
-from __future__ import annotations
-
 import base64
 import re
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command line puts into vLLM's arguments, and the port it asks for."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budget fields move to where vLLM carries them, however a body is written; none is ignored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``kv_cache`` object: keys, order, sums."""
 
-from __future__ import annotations
-
 from h2o_vllm.server.report import Reports, kv_cache
 from tests.server.conftest import engine_report
 

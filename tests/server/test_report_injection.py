@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report lands in the right place of a body or a stream, however the stream is cut."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients see of a server whose pool is smaller than its model; the last test kills its engine."""
 
-from __future__ import annotations
-
 import base64
 import concurrent.futures
 import io

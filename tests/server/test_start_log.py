@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a start shows: few lines of vLLM's, and of one that failed a line, whichever process it was."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

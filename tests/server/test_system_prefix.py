@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which first tokens of a prompt are its system messages and tools, whatever the chat template does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server relies on in vLLM; a new vLLM that breaks it fails here first, by name."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, get_args
 

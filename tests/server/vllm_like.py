@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for vLLM's application: same layers, same calls of the engine, same response shapes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator

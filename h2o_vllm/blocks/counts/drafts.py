@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft tokens of one request, and whether more of them pay. Engine core."""
 
-from __future__ import annotations
-
 LEAST = 0.5
 """Drafts that a step has accepted on average, if drafts pay. A step that verifies four takes 1.3 to 1.5 times
 as long as one of a single token: matrix products of several rows, on the 135M and the 1.5B with AMX."""

@@ -4,8 +4,6 @@
 Runs in the engine core. Imports no vLLM: it handles block-table indices, never blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``kv_cache`` report of one request. Engine core; imports no vLLM."""
 
-from __future__ import annotations
-
 from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, protected_tokens
 from h2o_vllm.blocks.counts.schedule import Schedule
 from h2o_vllm.blocks.counts.settling import SettlingSchedule

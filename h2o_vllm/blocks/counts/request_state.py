@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a request, as the manager and the scheduler use it, and its report. Engine core; no vLLM."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol

@@ -11,8 +11,6 @@ it is never ranked again. This depends neither on the prompt's end nor on the ba
 tokens are a function of these n tokens and of the numbers here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

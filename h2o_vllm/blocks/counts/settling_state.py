@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one request whose segments settle, from counts alone. Engine core; no vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

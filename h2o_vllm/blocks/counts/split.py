@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks of a request an eviction keeps and frees, from counts. Engine core; imports nothing."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

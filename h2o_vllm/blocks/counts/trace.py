@@ -6,8 +6,6 @@ number of the eviction that took it. A position is held after eviction ``e`` if 
 ``e``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ The C library reads its own before a program's first line, so a process gets the
 What the user has set wins.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

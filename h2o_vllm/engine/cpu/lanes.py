@@ -4,8 +4,6 @@
 Lives from a request's eviction to its next one; the rule is :mod:`h2o_vllm.kernels.lanes`. No vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

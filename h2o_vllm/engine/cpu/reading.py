@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of what an eviction ranks first are read where they lie. Worker process; no vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

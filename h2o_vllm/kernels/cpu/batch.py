@@ -4,8 +4,6 @@
 Runs in the worker. Imports torch and :mod:`h2o_vllm.errors`. Letters as in :mod:`h2o_vllm.kernels.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ flags, CPU. It is written under a temporary name and renamed, so processes that 
 see half a file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

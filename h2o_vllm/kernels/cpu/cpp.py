@@ -6,8 +6,6 @@ carries or one built now; it raises OSError where neither can be had. The number
 is torch's.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_void_p

@@ -5,8 +5,6 @@ Runs in tests, and in the worker where it is asked for (``H2O_CPU_KERNEL=referen
 C++ kernels. Imports torch only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@
 Runs in the worker and, loaded by its path, in ``wheel.py``: imports the standard library alone.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -22,8 +22,6 @@ No function waits for the GPU, and nothing in a graph allocates. Scored rows sha
 policy that moves tokens reads only pinned blocks from the cache), so sums need no atomics.
 """
 
-from __future__ import annotations
-
 from h2o_vllm.kernels.batch import LaneTables as LaneTables
 from h2o_vllm.kernels.batch import LayerBatch as LayerBatch
 from h2o_vllm.kernels.triton.compact import compact as compact

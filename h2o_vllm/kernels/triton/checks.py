@@ -4,8 +4,6 @@
 The kernels check nothing: a wrong shape would write to wrong places in the KV cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -16,8 +16,6 @@ the lanes that it keeps. A head that gains lanes fills them from doomed blocks. 
 move first, in a launch of their own, and no token needs a temporary copy.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

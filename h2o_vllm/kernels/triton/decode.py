@@ -22,8 +22,6 @@ numbers in [0, 1] to 2^-11, finer than the 16-bit q and k that they come from.
 All q heads of a group share each loaded tile: one tensor-core product of [16, D] with [D, tile].
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

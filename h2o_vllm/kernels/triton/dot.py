@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """The kernels' matrix product, soft caps of logits, and attention sinks."""
 
-from __future__ import annotations
-
 import os
 
 import triton

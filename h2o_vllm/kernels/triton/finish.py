@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """The second launch of :mod:`.decode`: joins pieces to rows, and turns the scratch into scores."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -17,8 +17,6 @@ pinned ones into a contiguous list, once a step. Looking pages up in the loop ov
 the registers, and half as many programs would run on a processor.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

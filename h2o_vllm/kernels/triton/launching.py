@@ -14,8 +14,6 @@ Proton) do not see these launches; CUDA's profilers do. ``H2O_TRITON_LAUNCHES=1`
 Triton, and so does a start that finds ours wrong (:func:`leave_to_triton`). Worker process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Hashable, Mapping
 from types import SimpleNamespace

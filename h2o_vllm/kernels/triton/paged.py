@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Paged access of the attention kernels: the places of a row's tokens, and loads of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import triton

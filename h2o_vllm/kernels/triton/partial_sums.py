@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """The second launch of :mod:`.prompt`: adds the partial sums of a row's segments to the scores."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

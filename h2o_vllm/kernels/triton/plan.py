@@ -22,8 +22,6 @@ of its own, which cuts heads of rows in place of rows. The same bounds hold, as 
 heads does not change.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

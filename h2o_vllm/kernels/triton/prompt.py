@@ -8,8 +8,6 @@ only one pass. One program has a tile of keys of one KV head and a segment of a 
 half of attention's operations (no P.V), over causal tiles only. One program writes each sum, once.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -8,8 +8,6 @@ The log-sum-exp alone is for an attention kernel that does not return it, which 
 takes half of attention's operations: no V.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

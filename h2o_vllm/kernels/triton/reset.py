@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Resets the scores of newly written slots, in all layers and heads at once."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -14,8 +14,6 @@ tokens move. A head's moves are pairs of slots, from and to. They begin where it
 lanes of all heads were contiguous: a head has no more moves than slots.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Which candidates of an eviction survive: scores as ordered integers, and the lowest that survives."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -2,8 +2,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Block tables without holes, in the metadata builder's own buffers."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles all kernels before the first request, in the variants that serving calls."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

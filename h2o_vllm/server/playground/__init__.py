@@ -10,8 +10,6 @@ The files are served as they are. They are read once, at the start: a request na
 never a path. The page may connect only to this server, and no other page may frame it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any

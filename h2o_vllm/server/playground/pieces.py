@@ -5,8 +5,6 @@
 pieces whose concatenation is the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 

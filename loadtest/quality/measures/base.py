@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a measure: what it asks, and what one answer is worth."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

@@ -9,8 +9,6 @@ What a model has written is executed: in a process of its own, in an empty folde
 and files. That protects from mistakes and not from malice: run it where nothing can be lost, in a container.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

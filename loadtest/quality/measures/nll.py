@@ -6,8 +6,6 @@ eviction on, so that the model reads it as it would read its own words. In nats 
 token is predicted by the prompt's own pass, before any eviction.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import ClassVar

@@ -5,8 +5,6 @@ A problem is right or wrong, so problems tell two policies apart in hundreds; ea
 far eviction moves the model from it. The answers are those to the problems of ``reasoning``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

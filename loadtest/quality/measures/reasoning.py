@@ -15,8 +15,6 @@ Chats with the model's own template, answered greedily to their end. Three kinds
 A line that is not there keeps no instruction.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Three ways to ask for the same fact in the same text:
   knowing the question. Full KV reads the same tokens in ``end`` and ``later``.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from typing import ClassVar

@@ -7,8 +7,6 @@ prompt, as text that the model itself goes on with (forced), and what went, went
 kvpress' two protocols.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

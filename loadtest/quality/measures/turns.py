@@ -6,8 +6,6 @@ chat is computed as one prompt. With settled segments that is the state that its
 by one (law 5), and a request without them computes the whole chat anew in each turn.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from typing_extensions import override

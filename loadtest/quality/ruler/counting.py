@@ -4,8 +4,6 @@
 After ``common_words_extraction.py`` and ``freq_words_extraction.py`` of NVIDIA/RULER.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import string

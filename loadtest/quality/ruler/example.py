@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a task makes, and how long."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

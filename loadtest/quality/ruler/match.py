@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER's judgement: which of the wanted strings an answer contains, in whatever case."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -4,8 +4,6 @@
 After ``niah.py`` and ``synthetic.yaml`` of NVIDIA/RULER.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import uuid

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words and prose out of what every installation has."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

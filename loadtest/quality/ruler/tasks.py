@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER's tasks by name, and samples of them."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from loadtest.quality.ruler.counting import CommonWords, FrequentWords

@@ -4,8 +4,6 @@
 After ``variable_tracking.py`` of NVIDIA/RULER: one chain of four hops, and one worked example before it.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import string

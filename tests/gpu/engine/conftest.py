@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on a GPU: a random Llama-shaped model, made in place, and the embedded one if installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

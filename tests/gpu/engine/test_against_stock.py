@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1 and 4 on a GPU, each engine in a process of its own: against stock vLLM, and against the paper."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

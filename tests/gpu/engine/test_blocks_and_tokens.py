@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 2, 3, 5, 6 and 7 on a GPU engine with vLLM's defaults (compiled, CUDA graphs, asynchronous)."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

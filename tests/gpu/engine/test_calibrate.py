@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that calibrates, on a GPU: what it learns is what an independent model shows. Not run yet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

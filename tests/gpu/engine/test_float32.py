@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 5 on a GPU to the token: in float32, where batches of other sizes hardly round differently."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

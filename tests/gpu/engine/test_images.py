@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1 to 3 on a GPU for prompts with images whose tokens have several positions each (M-RoPE)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws 1 and 3 on a GPU for other softmaxes, windows and states, KV that layers share, and LoRA adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``h2o-serve`` on a GPU: engine core and API server in processes of their own, vLLM's defaults."""
 
-from __future__ import annotations
-
 import concurrent.futures
 from collections.abc import Iterator
 from typing import Any

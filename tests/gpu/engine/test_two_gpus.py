@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 11 on two GPUs: each keeps its own heads' or layers' tokens; together they say what one GPU says."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

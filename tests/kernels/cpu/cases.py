@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small paged batches for the tests of CPU kernels, and what these must do with them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any

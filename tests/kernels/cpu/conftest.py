@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every implementation that this machine can have; without C++ its tests are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@
 Also with soft caps (Gemma 2) and attention sinks (gpt-oss).
 """
 
-from __future__ import annotations
-
 from itertools import product
 from types import ModuleType
 

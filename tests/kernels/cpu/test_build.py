@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ kernels are built once, atomically, for this CPU; without a compiler plain torch steps in."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -4,8 +4,6 @@
 Also where heads share the slots of their heavy blocks.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

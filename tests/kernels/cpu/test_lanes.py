@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that share the slots of their heavy blocks: attention equals plain torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import ModuleType
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores in order, as torch sorts them."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel carries libraries; the best one that fits the CPU is loaded, else one is built from source."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of keys and values where they lie equals torch, whatever their type, number and length."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import ModuleType
 

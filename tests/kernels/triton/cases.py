@@ -4,8 +4,6 @@
 Those of CPUs are made of them, also where there is no Triton.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

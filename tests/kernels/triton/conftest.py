@@ -6,8 +6,6 @@
     TRITON_INTERPRET=1 python -m pytest tests/kernels/triton
 """
 
-from __future__ import annotations
-
 import os
 
 from tests.interpreter import make_interpreter_quick

@@ -4,8 +4,6 @@
 The rule runs on CPU copies: it gives out one lane after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows whose KV heads share slots: random owners of lanes, and batches of one head for the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What plans and chunks must be where KV heads share slots, for the interpreter's caches and the GPU's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

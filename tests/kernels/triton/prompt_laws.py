@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What log-sum-exps and scores of prompts must be, for the interpreter's batches and the GPU's large ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What table compaction must do, under the interpreter and on the GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

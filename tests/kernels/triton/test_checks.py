@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks refuse what would make a kernel read or write outside its tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

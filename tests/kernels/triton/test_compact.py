@@ -4,8 +4,6 @@
 Of heads that share slots, lanes are also given out, taken over and filled as by the rule.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

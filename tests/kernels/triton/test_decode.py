@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention with scores equals the reference; the plan cuts the rows as it promises."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention of rows whose KV heads share slots equals the reference, head by head, in every layer."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

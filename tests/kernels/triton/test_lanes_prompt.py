@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of rows whose KV heads share slots: attention, its log-sum-exp and scores equal the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

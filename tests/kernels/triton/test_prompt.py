@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt scores equal the reference's column sums, and log-sum-exps its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

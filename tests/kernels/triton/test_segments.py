@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are cut by position alone, and never into more than the scratch holds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

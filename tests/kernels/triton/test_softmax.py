@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Soft caps (Gemma 2) and attention sinks (gpt-oss): decode and prompts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

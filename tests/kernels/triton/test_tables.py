@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block tables lose their holes, and new slots get their first score, as in the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

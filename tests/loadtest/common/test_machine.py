@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is written beside a measured number."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadtest.common.machine import shown_command

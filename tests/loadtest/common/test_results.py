@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of rows: appended, interrupted, read again; and the published ones, by the code of today."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 from pathlib import Path

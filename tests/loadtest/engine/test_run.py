@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark on a real engine: forced texts, chats and several answers, by stock vLLM and by ours."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -7,8 +7,6 @@ of its KV the share that ``kv_budget`` asks for, and answers with ``kv_cache`` a
 reads it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

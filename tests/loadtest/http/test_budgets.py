@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixes of budgets: what is sent, and in which shares."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadtest.http.budgets import Mix, MixError

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: alternating rounds under Locust, what is read from servers, and the report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 The clock is the test's, so times are exact; over a connection: ``test_locust.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locust itself, in its own process (gevent patches it), against the mock server."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

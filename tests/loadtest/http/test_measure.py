@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is read from a stream: token times, usage, our report, and why it does not count."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

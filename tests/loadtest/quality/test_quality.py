@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality run: its lines, its rows, what is left of an interrupted one, its command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

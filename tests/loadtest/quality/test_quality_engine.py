@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality run on a real engine, from the command line, against the model as transformers computes it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

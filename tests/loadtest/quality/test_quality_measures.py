@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the quality run asks, and how it judges an answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from loadtest.quality.generation import GenerationOutput

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long answers: what is asked, and how problems, facts and instructions are judged."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RULER's tasks: what is asked can be answered from the text, and the text is as long as it should be."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

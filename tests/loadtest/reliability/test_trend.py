@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a soak calls flat."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -13,8 +13,6 @@ Servers of their own: ``test_short_pool`` (too few blocks for the model's length
 ``h2o-serve``), ``test_ends`` (several processes, and a start that is cut off), ``reliability/test_faults``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

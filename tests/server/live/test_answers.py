@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers, reports and metrics of a real server, by the real ``openai`` client where it has the route."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 from typing import Any

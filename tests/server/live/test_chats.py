@@ -4,8 +4,6 @@
 What the model says does not matter here: it is a tiny one of random weights.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

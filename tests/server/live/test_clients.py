@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients who mean no good: without a key, silent, gone, or sending nonsense."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import random
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page in Debian's Chromium against a real server: what a user sees is what the server reports."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

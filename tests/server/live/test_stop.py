@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of the folder's server."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -188,6 +188,28 @@ def test_law06_what_a_window_still_holds_is_not_written(model_dir: str) -> None:
     rig.run()
 
 
+def test_law06_blocks_behind_a_protected_end_leave_the_cache_before_they_are_ranked(
+    model_dir: str,
+) -> None:
+    """Those that a squeeze dooms lie before the end and behind it."""
+    rig = Rig(model_dir, 60, max_num_batched_tokens=512, kv_min_tokens=16, ghost=True)
+    asked = {
+        "kv_elastic": True,
+        "kv_budget": 0.3,
+        "kv_policy": "predicted+key",
+        "kv_protect": "ends",
+    }
+    one = rig.add("one", PROMPT[:126], asked, max_tokens=90)
+    while one.num_computed_tokens < 192:
+        rig.step()
+    rig.take(leave=0)
+    rig.step()
+    state, (squeeze,) = rig.blocks.eviction_state("one"), rig.evictions
+    assert state is not None and max(squeeze.holes) >= state.end.stop
+    rig.give_back()
+    rig.run()
+
+
 def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> None:
     """It would squeeze the one whose blocks it is about to share; somebody else has to yield."""
     for policy in ("key", "window"):

@@ -145,15 +145,16 @@ class Squeezer:
     def _blocks_to_unpublish(
         self, state: EvictionState, indices: EvictionIndices, table: Sequence[KVCacheBlock]
     ) -> list[KVCacheBlock]:
-        """Blocks that a squeezed stock request removes from the prefix cache, beside the doomed ones.
+        """Blocks that a squeezed stock request removes from the prefix cache.
 
-        If the policy moves tokens, these are the blocks that evictions may write. Else it is the block of the
-        first token after the first eviction: vLLM may have published it in this step.
+        If the policy moves tokens, these are the blocks that evictions may write, and all behind a protected
+        end. Else it is the block of the first token after the first eviction: vLLM may have published it in
+        this step.
         """
         first = state.pinned
         if not state.policy.moves_tokens:
             first = state.counts.num_computed_tokens // self._manager.block_size
-        doomed = {*indices.doomed}
+        doomed = {index for index in indices.doomed if index < state.end.start}
         return [table[index] for index in range(first, len(table)) if index not in doomed]
 
     def _squeeze(self, victim: Victim) -> None:

@@ -80,8 +80,7 @@ class LimitingScheduler(AsyncScheduler):
         if self.scheduler_config.async_scheduling:
             super()._update_after_schedule(scheduler_output)
             return
-        # The ids of model runner V2's drafts stay on the device: the scheduler sees -1 for real ones as well.
-        if self.num_spec_tokens and not self.use_v2_model_runner:
+        if self.num_spec_tokens:
             _drop_padding(scheduler_output)
         super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
 
@@ -123,9 +122,14 @@ class LimitingScheduler(AsyncScheduler):
 
 
 def _drop_padding(scheduler_output: SchedulerOutput) -> None:
-    """Leave out the drafts that do not exist, all of which would be rejected."""
+    """Leave out the drafts of requests that enter the batch: nobody has drafted for them.
+
+    Their ids tell nothing: those of model runner V2's drafts stay on the device, and the scheduler sees -1.
+    """
     drafts = scheduler_output.scheduled_spec_decode_tokens
-    for request_id in [name for name, tokens in drafts.items() if max(tokens) < 0]:
+    enter = {one.req_id for one in scheduler_output.scheduled_new_reqs}
+    enter |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    for request_id in enter & drafts.keys():
         padding = len(drafts.pop(request_id))
         scheduler_output.num_scheduled_tokens[request_id] -= padding
         scheduler_output.total_num_scheduled_tokens -= padding

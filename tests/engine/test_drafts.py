@@ -39,9 +39,11 @@ def test_drafts_that_do_not_pay_rest_and_are_tried_again(
     assert right["tokens_drafted"] >= right["tokens_accepted"] > 3 * 149 // 4 - 3
 
 
-def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str) -> None:
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_padding_of_vllms_is_neither_computed_nor_counted(model_dir: str, v2: bool) -> None:
     """A request with one unknown token that enters a batch of drafting ones."""
     rig = Rig(model_dir, 60, drafts=4)
+    rig.scheduler.use_v2_model_runner = v2
     rig.add("one", PROMPT, max_tokens=60)
     while not rig.accepted:
         rig.step()

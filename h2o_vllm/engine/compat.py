@@ -8,6 +8,7 @@ Each entry says what it is for, since when it is needed, and what would make it 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -254,15 +255,21 @@ def runner_drafter_layers(model_runner: Any) -> frozenset[str]:
     """Names of the attention layers that only the drafter has, once the models are loaded.
 
     ``SpecDecodeBaseProposer._draft_attn_layer_names``: in 0.32 runner V1 does not set ``is_draft_layer``, as
-    V2 does. In 0.33 it does: this goes with 0.32.
+    V2 does. In 0.33 it does: this goes with 0.32. V2's ``DraftModelSpeculator`` has the names as well.
     """
-    drafter = getattr(model_runner, "drafter", None)
-    return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
+    drafter, speculator = (getattr(model_runner, name, None) for name in ("drafter", "speculator"))
+    names = getattr(speculator, "draft_attn_layer_names", ())
+    return frozenset(getattr(drafter, "_draft_attn_layer_names", names))
 
 
 def runner_drafter_builders(model_runner: Any) -> list[Any]:
-    """The metadata builders of these layers. The drafter has its own, beside those of the runner (0.32)."""
+    """The metadata builders of these layers. The drafter has its own, beside those of the runner (0.32).
+
+    V2's speculator has a list of groups for each KV cache group.
+    """
     groups = getattr(getattr(model_runner, "drafter", None), "draft_attn_groups", ())
+    of_caches = getattr(getattr(model_runner, "speculator", None), "attn_groups", ())
+    groups = (*groups, *chain.from_iterable(of_caches))
     return [builder for group in groups for builder in group.metadata_builders]
 
 

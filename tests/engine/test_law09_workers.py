@@ -46,13 +46,13 @@ def test_a_worker_without_our_metadata_builder_does_not_start() -> None:
 
 @pytest.mark.parametrize("builders", [[], [SimpleNamespace(layer_names=["drafter"])]])
 def test_a_drafter_whose_metadata_builder_is_not_ours_does_not_start(builders: list[Any]) -> None:
-    """It would attend to null blocks."""
-    drafter = SimpleNamespace(
-        _draft_attn_layer_names={"drafter"},
-        draft_attn_groups=[SimpleNamespace(metadata_builders=builders)],
-    )
-    with pytest.raises(ConfigError, match="0 of the drafter's 1 layers"):
-        bare_worker(model_runner=SimpleNamespace(drafter=drafter))._bind_drafter(SimpleNamespace())
+    """It would attend to null blocks. Model runner V2 has other names."""
+    names, group = {"drafter"}, SimpleNamespace(metadata_builders=builders)
+    drafter = SimpleNamespace(_draft_attn_layer_names=names, draft_attn_groups=[group])
+    speculator = SimpleNamespace(draft_attn_layer_names=names, attn_groups=[[], [group]])
+    for runner in (SimpleNamespace(drafter=drafter), SimpleNamespace(speculator=speculator)):
+        with pytest.raises(ConfigError, match="0 of the drafter's 1 layers"):
+            bare_worker(model_runner=runner)._drafter_builders()
 
 
 def test_another_attention_kernel_is_chosen_for_builder_and_layers() -> None:

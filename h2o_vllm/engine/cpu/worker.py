@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from h2o_vllm.engine.compat import (
-    runner_drafter_builders,
     runner_make_stage_inputs,
     runner_row_request_ids,
     runner_spared_generators,
@@ -25,7 +24,6 @@ from h2o_vllm.engine.cpu.rejection import DraftSampler
 from h2o_vllm.engine.cpu.state import CPUState
 from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.engine.worker.worker import EvictingWorker
-from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.batch import check_caches
 
@@ -134,25 +132,10 @@ class H2OCPUWorker(EvictingWorker[CPUState], CPUWorker):
     def _bind_builder(self, builder: Any, state: CPUState) -> None:
         super()._bind_builder(builder, state)
         state.full_kernel = self._serves_every_row(builder)
-        self._bind_drafter(state)
-
-    def _bind_drafter(self, state: CPUState) -> None:
-        """Have the drafter attend to what is left of its own KV, which lies in the blocks of the model's.
-
-        Raises:
-            ConfigError: a metadata builder of its layers is not ours: they would attend to null blocks.
-        """
-        drafter, served = self._drafter_layers(), set[str]()
-        for builder in runner_drafter_builders(self.model_runner):
-            if isinstance(builder, H2OMetadataBuilder):
-                builder.bind_drafter(state)
-                served.update(builder.layer_names)
-        if served != drafter:
-            raise ConfigError(
-                f"h2o_vllm serves {len(served)} of the drafter's {len(drafter)} layers; refusing to start"
-            )
+        for drafters in self._drafter_builders():
+            drafters.bind_drafter(state)
         layers = self.compilation_config.static_forward_context
-        state.drafter_caches = [layers[name].kv_cache for name in sorted(drafter)]
+        state.drafter_caches = [layers[name].kv_cache for name in sorted(self._drafter_layers())]
 
     def _serves_every_row(self, builder: H2OMetadataBuilder) -> bool:
         asked = self._h2o_config().kv_full_kernel

@@ -17,10 +17,12 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from h2o_vllm.engine.cuda.batch import ScoredBatch, SharedPrompts
 from h2o_vllm.engine.cuda.variants import Variant, row_flags
+from h2o_vllm.engine.support.check import config_of
 from h2o_vllm.kernels import triton as kernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from h2o_vllm.engine.cuda.state import CudaState
@@ -30,8 +32,44 @@ _UNSCORED = 1 << 27
 """Number of pinned tokens for rows of which no token is scored: more than any row has."""
 
 
+class LiveTables:
+    """Block tables without holes, of all rows alike: it does not matter which requests these are.
+
+    A request that does not evict has no hole, so its table is copied. Lengths are known on the device alone:
+    a drafter's builder is asked before the host knows how many drafts are accepted.
+
+    Attributes:
+        asked: whether vLLM has asked for the tables of a batch.
+    """
+
+    def __init__(self, block_size: int, block_table: torch.Tensor) -> None:
+        self._block_size, self.asked, self._rows = block_size, False, 0
+        self._table = torch.zeros_like(block_table)
+        self._live = torch.zeros_like(block_table[:, 0])
+        self._none, self._evict = self._live.clone(), torch.full_like(self._live, kernels.EVICTING)
+        # Compiles the kernel, with one row of length 0.
+        self._fill(block_table, self._none, 1)
+
+    def _fill(self, block_table: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
+        given = (block_table[:rows], seq_lens[:rows], self._evict[:rows], self._block_size)
+        kernels.compact_tables(*given, self._table, self._live, self._none, self._live)
+
+    def without_holes(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The same batch; graphs may hold its tables and lengths, which the next call fills anew."""
+        self.asked, rows = True, common.num_reqs
+        self._fill(common.block_table_tensor, common.seq_lens, rows)
+        if rows < self._rows:
+            # A drafter's graph may have more rows than the model's batch, whose tables it reads.
+            self._live[rows : self._rows] = 0
+        self._rows = rows
+        return replace(common, block_table_tensor=self._table[:rows], seq_lens=self._live[:rows])
+
+
 class ScoringBuilder(AttentionMetadataBuilder[Any]):
-    """Base before one of vLLM's builders. It behaves as that builder until :meth:`bind`."""
+    """Base before one of vLLM's builders. It behaves as that builder until one of these is called.
+
+    :meth:`bind` lets it serve batches with scores; :meth:`drop_holes` batches without any, for good.
+    """
 
     # Our decode kernel takes one query per row. PIECEWISE graphs serve mixed batches: there attention runs
     # eagerly. vLLM's default mode (FULL_AND_PIECEWISE) accepts that.
@@ -40,7 +78,21 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A drafter's graph would hold several steps, with the tables of the first. vLLM's builders set it.
+        self.supports_draft_decode_metadata_update = False
         self._state: CudaState | None = None
+        self.live_tables: LiveTables | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """As the base class; where nothing is scored, that of vLLM's builder alone."""
+        if config_of(vllm_config).no_scores_reason:
+            return super()._cudagraph_support
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def drop_holes(self, block_size: int, block_table: torch.Tensor) -> None:
+        """Let all batches have tables without holes; ``block_table`` as in :meth:`bind`."""
+        self.live_tables = LiveTables(block_size, block_table)
 
     def bind(self, state: CudaState, block_table: torch.Tensor) -> None:
         """Set the worker's state, and allocate the buffers that graphs read.
@@ -69,6 +121,8 @@ class ScoringBuilder(AttentionMetadataBuilder[Any]):
     ) -> Any:
         """As the base class for a batch without budgets; for others a :class:`.ScoredBatch`."""
         common, state = common_attn_metadata, self._state
+        if self.live_tables is not None:
+            common = self.live_tables.without_holes(common)
         rows = None if state is None else state.rows(common)
         if state is None or rows is None:
             return super().build(common_prefix_len, common, fast_build)

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from h2o_vllm.engine.cuda.compat import FullGraphsManager
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant, variants_of
+from h2o_vllm.engine.cuda.variants import HOLES_ONLY, StepVariant, Variant, variants_of
 from h2o_vllm.engine.support.check import config_of
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class H2OModelRunner(GPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """As the base class, also when it profiles memory: so it counts the graphs of all variants."""
         super().initialize_kv_cache(*args, **kwargs)
+        if self.step_variant.captured == HOLES_ONLY:
+            return
         stock = self.cudagraph_manager
         # By name, so that ours lacks nothing that the runner gives vLLM's.
         given = {name: getattr(stock, name) for name in signature(ModelCudaGraphManager).parameters}

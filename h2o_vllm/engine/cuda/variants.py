@@ -40,6 +40,10 @@ class Variant(Enum):
     """As ``MIXED``, where KV heads of some rows share slots: our attention finds their keys by page."""
 
 
+HOLES_ONLY = (Variant.HOLES,)
+"""Of a server that collects no attention: all its batches have tables without holes, in vLLM's own graphs."""
+
+
 def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
     """The variants that a server captures for each batch size, by its default policy.
 
@@ -53,6 +57,8 @@ def variants_of(config: H2OConfig) -> tuple[Variant, ...]:
     which should not slow down other requests. If heads share slots by default, ``SHARED`` replaces the
     variant that only saves time.
     """
+    if config.no_scores_reason:
+        return HOLES_ONLY
     policy = config.default_policy
     quicker = Variant.SCORED if policy.needs_scores else Variant.HOLES
     if config.equal_heads_reason:

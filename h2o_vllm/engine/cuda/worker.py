@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
+from h2o_vllm.engine.compat import runner_metadata_builders
 from h2o_vllm.engine.cuda.builder import ScoringBuilder
 from h2o_vllm.engine.cuda.choice import register_backend, warn_of_triton
 from h2o_vllm.engine.cuda.compat import (
@@ -30,7 +31,7 @@ from h2o_vllm.engine.cuda.impl import (
 from h2o_vllm.engine.cuda.slots import PolicySlots
 from h2o_vllm.engine.cuda.state import CudaState
 from h2o_vllm.engine.cuda.timing import DeviceTimer
-from h2o_vllm.engine.cuda.variants import Variant
+from h2o_vllm.engine.cuda.variants import HOLES_ONLY, Variant
 from h2o_vllm.engine.cuda.warmup import check_launches, warm_up
 from h2o_vllm.engine.support.check import config_of
 from h2o_vllm.engine.worker.worker import EvictingWorker
@@ -39,7 +40,7 @@ from h2o_vllm.kernels import triton as kernels
 from h2o_vllm.kernels.triton.checks import check_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,6 +66,8 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
     timer_cls = DeviceTimer
     # ``True`` once the kernels are compiled and the graphs captured.
     _serving = False
+    _unscored: Sequence[ScoringBuilder] = ()
+    """The builders of all layers, the drafter's included, of a server that scores nothing."""
 
     @staticmethod
     def _register_backend(vllm_config: VllmConfig) -> None:
@@ -106,6 +109,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         lanes = kernels.LaneTables.empty(layers, blocks, spec.num_kv_heads, rows, rows, "meta")
         # The tables and lengths of the metadata builder: 33 MB at 1,024 requests of 128K tokens.
         tables = 4 * rows * (-(-self.model_config.max_model_len // spec.block_size) + 8)
+        if self.speculative_config is not None:
+            # The model's, the drafter's first step, its others.
+            tables *= 3
         held = workspace.nbytes + lanes.nbytes + tables
         held += len(ours) * self._calibration_bytes(spec.num_kv_heads, spec.head_size)
         return (
@@ -160,7 +166,17 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         state.punched(eviction.request_id, len(eviction.holes))
 
     def _bind_builder(self, builder: ScoringBuilder, state: CudaState) -> None:
-        builder.bind(state, runner_block_table(self.model_runner, state.kv_cache_group))
+        runner, drafter = self.model_runner, self._drafter_layers()
+        table = runner_block_table(runner, state.kv_cache_group)
+        if runner.step_variant.captured != HOLES_ONLY:
+            builder.bind(state, table)
+            return
+        # A drafter begins on the runner's metadata, where other numbers of heads have builders of their own.
+        found = runner_metadata_builders(runner)
+        apart = [one for one, group in found if drafter.issuperset(group.layer_names)]
+        self._unscored = [builder, *apart, *self._drafter_builders()]
+        for one in self._unscored:
+            one.drop_holes(state.block_size, table)
 
     def _make_state(self, layers: list[Any], group: Any) -> CudaState:
         spec, first = group.kv_cache_spec, layers[0]
@@ -209,6 +225,25 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
         part = self._calibration(size)
         return None if part is None else part.on(self.device, size, kv_scales(layers))
 
+    def _check_asked(self, builders: Sequence[ScoringBuilder]) -> None:
+        """Law 9 where nothing is scored: check that vLLM's warm-up took each layer's tables from us.
+
+        Raises:
+            ConfigError: some layers' came from elsewhere.
+        """
+        if not self.vllm_config.kernel_config.enable_jit_warmup:
+            # There was none.
+            return
+        asked = [one for one in builders if one.live_tables is not None and one.live_tables.asked]
+        of_all, served = (
+            {name for one in some for name in one.layer_names} for some in (builders, asked)
+        )
+        if of_all != served:
+            raise ConfigError(
+                f"h2o_vllm was not asked for the block tables of {len(of_all - served)} of {len(of_all)} "
+                "layers: they would attend to null blocks; refusing to start"
+            )
+
     def _check_graphs(self, state: CudaState) -> None:
         """Law 9 for CUDA graphs: check that the graphs for batches with budgets hold our kernels.
 
@@ -216,6 +251,9 @@ class H2OGPUWorker(EvictingWorker[CudaState], Worker):
             ConfigError: a graph, or a layer in it, is missing.
         """
         mode = self.compilation_config.cudagraph_mode
+        if self._unscored:
+            self._check_asked(self._unscored)
+            return
         if self.model_config.enforce_eager or not mode.has_full_cudagraphs():
             return
         counts = captured_variants(self.model_runner.cudagraph_manager)

@@ -29,6 +29,7 @@ from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.engine.compat import (
     model_norms,
     model_rotation,
+    runner_drafter_builders,
     runner_drafter_layers,
     runner_metadata_builders,
 )
@@ -114,6 +115,21 @@ class EvictingWorker(LearningWorker, WorkerBase, Generic[State]):
 
     def _drafter_layers(self) -> frozenset[str]:
         return runner_drafter_layers(self.model_runner)
+
+    def _drafter_builders(self) -> list[Any]:
+        """The metadata builders of the drafter's layers, whose KV lies in the blocks of the model's.
+
+        Raises:
+            ConfigError: one is not ours: they would attend to null blocks.
+        """
+        found, drafter = runner_drafter_builders(self.model_runner), self._drafter_layers()
+        ours: list[Any] = [one for one in found if isinstance(one, self.builder_cls)]
+        served = {name for one in ours for name in one.layer_names}
+        if served != drafter:
+            raise ConfigError(
+                f"h2o_vllm serves {len(served)} of the drafter's {len(drafter)} layers; refusing to start"
+            )
+        return ours
 
     def other_groups(self, options: Mapping[str, Any]) -> list[tuple[int, int]]:
         """For a server that starts: :class:`.OtherGroup` of each group of layers that is not evicted.

@@ -30,7 +30,8 @@ def compact_tables(
 ) -> None:
     """Write block tables without holes, and live lengths. Eager, one launch, no synchronisation.
 
-    Only the used part of each row of ``out_table`` is written. After the live length it holds old values.
+    Only the used part of each row of ``out_table`` is written. After the live length it holds old values. A
+    row of holes alone is none of a request, whose newest block stays: it keeps its length.
 
     Args:
         block_table: [B, MB], int32; may be strided along B. seq_lens: [B], int32, logical lengths.
@@ -72,7 +73,7 @@ def _compact_tables(
         before = holes + tl.cumsum(hole, 0)
         tl.store(target + index - before, block, mask=inside & (hole == 0))
         holes += tl.sum(hole, 0)
-    live = length - holes * BS
+    live = tl.where(holes < used, length - holes * BS, length)
     scored = (flag & SCORES) != 0
     tl.store(out_lens + row, live)
     tl.store(out_scored + row, tl.where(scored, live, 0))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,7 @@ class FakeGPU:
         stream: where ``torch.cuda.Event`` stands.
         compiled: the forms of our kernels that were launched before the first graph was captured.
         whose: (request, position) -> whose token it is; by default the request's own.
+        drafts: where they are drafted, the last layer and its KV are the drafter's.
         calibration: of the model; random weights.
     """
 
@@ -77,8 +79,9 @@ class FakeGPU:
         sinks: Tensor | None = None,
         calibration: Calibration | None = None,
         readers: int = 0,
+        drafts: int = 0,
     ) -> None:
-        self.kv_heads, group = kv_heads, HEADS // KV_HEADS
+        self.kv_heads, self.drafts, group = kv_heads, drafts, HEADS // KV_HEADS
         self.calibration = calibration or calibration_of(LAYERS, KV_HEADS, SIZE)
         self.layers = layers
         self.q_heads = q_heads or range(kv_heads.start * group, kv_heads.stop * group)
@@ -107,20 +110,23 @@ class FakeGPU:
                 *((0x7F,) if self.fp8 else (float("nan"),)),
                 dtype=spec.dtype,
             ).transpose(1, 2)
-            for _ in layers
+            for _ in range(len(layers) + bool(drafts))
         ]
         self.group = len(rig.scheduler.kv_cache_config.kv_cache_groups) - 1
         self.runner = FakeRunner(self, 16, 64, self.group + 1)
         table = self.runner.block_tables.input_block_tables[self.group]
         with set_current_vllm_config(rig.config):
-            names = [f"layer{layers.start + i}" for i in range(len(layers) + readers)]
-            self.builder = backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
-            self.builder.aot_sliding_window = (-1, -1)
+            names = [f"layer{layers.start + i}" for i in range(len(self.kv) + readers)]
+            self.builder, self.drafter = (
+                backend.get_builder_cls()(spec, names, rig.config, torch.device("cpu"))
+                for _ in range(2)
+            )
+            self.builder.aot_sliding_window = self.drafter.aot_sliding_window = (-1, -1)
             make = backend.get_impl_cls()
             self.impls = [
                 make(
                     len(self.q_heads), SIZE, SCALE, heads, None, None, kv_dtype,
-                    kv_sharing_target_layer_name=None if i < len(layers) else names[len(layers) - 1],
+                    kv_sharing_target_layer_name=None if i < len(self.kv) else names[len(layers) - 1],
                 )
                 for i in range(len(names))
             ]  # fmt: skip
@@ -133,26 +139,35 @@ class FakeGPU:
         worker = object.__new__(H2OGPUWorker)
         self.worker, worker.vllm_config = worker, rig.config
         ours = H2OConfig.from_mapping(rig.config.additional_config[CONFIG_KEY])
-        variants = StepVariant(captured=variants_of(ours))
+        if drafts:
+            ours = replace(ours, no_scores_reason="drafts", equal_heads_reason="drafts")
+            rig.scheduler.h2o_config = ours
+        variants = StepVariant(current=variants_of(ours)[0], captured=variants_of(ours))
         self.state = self._state(num_blocks, table.shape[0], variants)
         self.runner.step_variant = variants
         with launches(run=True) as bound:
-            self.builder.bind(self.state, table)
+            self._bind(table)
         # Noted, not run: it would change nothing.
         with launches(run=False) as warm:
             warm_up(self.state, self._layer(0), torch.float32)
         self.compiled = bound.keys() | warm.keys()
-        for index, impl in enumerate(self.impls):
+        for index, impl in enumerate(self.impls[: len(self.impls) - bool(drafts)]):
             impl.bind(self.state, self._owner(index))
         self._capture()
         worker._state, worker._serving, worker.model_runner = self.state, True, self.runner
         worker._timer = worker.timer_cls()
 
+    def _bind(self, table: Tensor) -> None:
+        if not self.drafts:
+            self.builder.bind(self.state, table)
+        for builder in (self.builder, self.drafter) if self.drafts else ():
+            builder.drop_holes(self.block_size, table)
+
     def _state(self, num_blocks: int, rows: int, variants: StepVariant) -> CudaState:
         heads, layers = len(self.kv_heads), len(self.layers)
-        views = [key_value_views(cache, SIZE) for cache in self.kv]
+        views = [key_value_views(cache, SIZE) for cache in self.kv[:layers]]
         return CudaState(
-            kv_caches=[numbers_of(cache) for cache in self.kv],
+            kv_caches=[numbers_of(cache) for cache in self.kv[:layers]],
             calibration=self._part(),
             kv_layers=kernels.KVLayers([k for k, _ in views], [v for _, v in views]),
             planes=torch.zeros(2, layers, num_blocks, heads, self.block_size),
@@ -194,28 +209,33 @@ class FakeGPU:
 
     def _capture(self) -> None:
         self.graphs: dict[tuple[Variant, int], Any] = {}
+        self.drafter_graphs = {
+            size: self.drafter.build_for_cudagraph_capture(self.dummies(size))
+            for size in (GRAPH_SIZES if self.drafts else ())
+        }
         for variant in self.state.step_variant.captured:
             for size in GRAPH_SIZES:
                 self.state.step_variant.capturing = variant
-                metadata = self.builder.build_for_cudagraph_capture(self.dummies(size))
+                dummies = self.dummies(size, 1 + self.drafts)
+                metadata = self.builder.build_for_cudagraph_capture(dummies)
                 self.state.step_variant.capturing = None
-                for impl in self.impls if variant is not Variant.STOCK else ():
+                for impl in self.impls if variant is not Variant.STOCK and not self.drafts else ():
                     self.state.note_served(metadata, impl)
                 self.graphs[variant, size] = metadata
 
-    def dummies(self, size: int) -> CommonAttentionMetadata:
-        self.runner.starts[: size + 1] = torch.arange(size + 1)
-        self.runner.seq_lens[:size] = 1
+    def dummies(self, size: int, queries: int = 1) -> CommonAttentionMetadata:
+        self.runner.starts[: size + 1] = torch.arange(size + 1) * queries
+        self.runner.seq_lens[:size] = queries
         return CommonAttentionMetadata(
             query_start_loc=self.runner.starts[: size + 1],
             query_start_loc_cpu=self.runner.starts[: size + 1].clone(),
             seq_lens=self.runner.seq_lens[:size],
             num_reqs=size,
-            num_actual_tokens=size,
-            max_query_len=1,
+            num_actual_tokens=size * queries,
+            max_query_len=queries,
             max_seq_len=4096,
             block_table_tensor=self.runner.block_tables.input_block_tables[self.group][:size],
-            slot_mapping=self.runner.slot_mapping[:size],
+            slot_mapping=self.runner.slot_mapping[: size * queries],
             req_idx=np.arange(size),
         )
 
@@ -230,10 +250,11 @@ class FakeGPU:
         self.forward([], self.graphs[variant, size], self.runner.slot_mapping, padded=size)
 
     def forward(
-        self, tokens: list[tuple[str, int]], metadata: Any, slot_mapping: Tensor, padded: int
-    ) -> None:
+        self, tokens: list[tuple[str, int]], metadata: Any, slot_mapping: Tensor, padded: int, first: int = 0
+    ) -> list[Tensor]:  # fmt: skip
+        """All layers from the ``first`` on. [padded, H, SIZE] each."""
         outs = []
-        for index, impl in enumerate(self.impls):
+        for index, impl in [*enumerate(self.impls)][first:]:
             number, owner = self.layers.start + index, self._owner(index)
             q = torch.zeros(padded, len(self.q_heads), SIZE)
             k, v = torch.zeros(2, padded, len(self.kv_heads), SIZE)
@@ -255,8 +276,10 @@ class FakeGPU:
             out = torch.full((padded, len(self.q_heads), SIZE), float("nan"))
             impl.forward(self._layer(index), q, k, v, self.kv[owner], metadata, out)
             outs.append(out)
-        for i, token in enumerate(tokens):
-            self.outputs[token] = torch.stack([out[i] for out in outs])
+        of_model = outs[: len(outs) - bool(self.drafts)]
+        for i, token in enumerate(tokens if of_model else ()):
+            self.outputs[token] = torch.stack([out[i] for out in of_model])
+        return outs
 
 
 def check_outputs(gpu: FakeGPU, name: str, expected: Sequence[Tensor], cached: int = 0) -> None:
@@ -291,6 +314,7 @@ def fake_gpu(
         gpu = FakeGPU(
             scheduler, num_blocks, patch, base, kv_dtype,
             softcap=softcap, sinks=sinks, calibration=calibration, readers=readers,
+            drafts=rig.get("drafts", 0),
         )  # fmt: skip
         with launches(run=True) as served:
             yield scheduler, gpu

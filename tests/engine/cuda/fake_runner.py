@@ -51,11 +51,12 @@ class Served(Protocol):
     builder: Any
     state: CudaState
     graphs: dict[tuple[Variant, int], Any]
+    drafts: int
     replays: dict[Variant, int]
 
     def forward(
         self, tokens: list[tuple[str, int]], metadata: Any, slot_mapping: Tensor, padded: int
-    ) -> None:
+    ) -> list[Tensor]:
         """All layers, for tokens given as (request, position)."""
 
 
@@ -115,19 +116,22 @@ class FakeRunner(H2OModelRunner):
         # Decodes first, as vLLM sorts them; else in an order that has nothing to do with slots.
         ids = sorted(scheduled, key=lambda one: (scheduled[one] > 1, zlib.crc32(one.encode())))
         query_lens = np.array([scheduled[one] for one in ids], dtype=np.int32)
-        decode = bool((query_lens == 1).all())
+        decode = bool((query_lens == 1 + self.gpu.drafts).all())
         size = next((size for size in GRAPH_SIZES if size >= len(ids)), None) if decode else None
-        common = self._common(ids, query_lens, computed, size or len(ids))
+        # Without scores the host's bounds are not read.
+        common = self._common(ids, query_lens, computed, size or len(ids), self.gpu.drafts)
         metadata = self.gpu.builder.build(0, common)
         if size is not None:
             metadata = self.gpu.graphs[self.gpu.state.step_variant.current, size]
             self.gpu.replays[self.gpu.state.step_variant.current] += 1
         tokens = [(one, computed[one] + i) for one in ids for i in range(scheduled[one])]
-        self.gpu.forward(tokens, metadata, self.slot_mapping, padded=size or len(tokens))
+        padded = len(tokens) if size is None else size * (1 + self.gpu.drafts)
+        self.gpu.forward(tokens, metadata, self.slot_mapping, padded)
 
     def _common(
-        self, ids: list[str], query_lens: np.ndarray, computed: dict[str, int], rows: int
+        self, ids: list[str], query_lens: np.ndarray, computed: dict[str, int], rows: int, more: int
     ) -> CommonAttentionMetadata:
+        """``more``: how much longer than it is the host may take each row to be."""
         slots = np.array([self.req_states.req_id_to_index[one] for one in ids])
         num_tokens = int(query_lens.sum())
         starts = np.full(rows + 1, num_tokens, dtype=np.int32)
@@ -138,7 +142,8 @@ class FakeRunner(H2OModelRunner):
         ]
         self.starts[: rows + 1] = torch.from_numpy(starts)
         self.seq_lens[:rows] = torch.from_numpy(lens)
-        padded = max(num_tokens, rows if num_tokens == len(ids) else 0)
+        uniform = num_tokens == len(ids) * (1 + self.gpu.drafts)
+        padded = max(num_tokens, rows * (1 + self.gpu.drafts) if uniform else 0)
         batch: Any = SimpleNamespace(
             idx_mapping=slots, idx_mapping_np=slots, num_reqs_after_padding=rows,
             query_start_loc=starts, positions=lens[: len(ids)] - query_lens, num_tokens_after_padding=padded,
@@ -151,10 +156,10 @@ class FakeRunner(H2OModelRunner):
             num_reqs=rows,
             num_actual_tokens=padded,
             max_query_len=int(query_lens.max()),
-            max_seq_len=int(lens.max()),
+            max_seq_len=int(lens.max()) + more,
             block_table_tensor=tables[-1],
             slot_mapping=mappings[-1],
-            seq_lens_cpu_upper_bound=torch.from_numpy(lens),
+            seq_lens_cpu_upper_bound=torch.from_numpy(lens + more),
         )
 
     def _gather(self, slots: np.ndarray, num_reqs_padded: int) -> list[Tensor]:

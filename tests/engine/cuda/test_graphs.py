@@ -25,7 +25,7 @@ from h2o_vllm.engine.cuda.graphs import (
     VariantGraphManager,
     captured_variants,
 )
-from h2o_vllm.engine.cuda.variants import StepVariant, Variant
+from h2o_vllm.engine.cuda.variants import HOLES_ONLY, StepVariant, Variant
 from tests.engine.rows import captured_by
 
 pytestmark = pytest.mark.table
@@ -133,17 +133,20 @@ def test_the_runner_captures_for_the_servers_default_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "__init__", lambda self, config, device: None)
-    for policy, ranks in (("h2o", 1), ("window", 1), ("h2o", 2)):
+    for policy, ranks in (("h2o", 1), ("window", 1), ("h2o", 2), ("h2o", 16)):
         config: Any = SimpleNamespace(
             additional_config={CONFIG_KEY: {"kv_policy": policy}},
             device_config=SimpleNamespace(device_type="cuda"),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            speculative_config=None,
             model_config=SimpleNamespace(
                 model_arch_config=None, hf_text_config=None, get_total_num_kv_heads=lambda: 8
             ),
         )
         runner = H2OModelRunner(config, torch.device("cpu"))
-        assert runner.step_variant.captured == captured_by(policy, "equal" if ranks == 1 else None)
+        captured = captured_by(policy, "equal" if ranks == 1 else None)
+        # With more ranks than heads nothing is scored.
+        assert runner.step_variant.captured == (captured if ranks < 16 else HOLES_ONLY)
 
 
 def test_our_manager_gets_all_that_vllms_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +166,9 @@ def test_our_manager_gets_all_that_vllms_has(monkeypatch: pytest.MonkeyPatch) ->
     )
     runner.initialize_kv_cache(object())
     assert vars(runner.cudagraph_manager) == {"of": (runner.step_variant,), **given}
+    runner.step_variant = StepVariant(captured=HOLES_ONLY)
+    runner.initialize_kv_cache(object())
+    assert vars(runner.cudagraph_manager) == given
 
 
 def test_entries_of_a_table_are_staged_in_runs() -> None:

@@ -154,6 +154,7 @@ def test_the_workspace_is_for_all_blocks_beside_other_groups(groups: int) -> Non
     worker = bare_worker(
         scheduler_config=SimpleNamespace(max_num_seqs=8),
         parallel_config=None,
+        speculative_config=None,
         vllm_config=SimpleNamespace(additional_config={"h2o": {}}),
         model_config=SimpleNamespace(
             max_model_len=8192, dtype=torch.bfloat16, get_num_attention_heads=lambda _: 32

@@ -16,7 +16,8 @@ def without_holes(
         used = block_table[row, : -(-length // block_size)].tolist()
         live = [block for block in used if block != 0] if flags[row] & 1 else used
         tables.append(live)
-        lens.append(length - (len(used) - len(live)) * block_size)
+        # The newest block of a request stays.
+        lens.append(length - (len(used) - len(live)) * block_size if live else length)
     return tables, lens
 
 

@@ -15,15 +15,16 @@ pytestmark = pytest.mark.table
 @pytest.mark.parametrize("width", [8, 512])
 def test_tables_lose_their_holes(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "_WIDTH", width)
-    table = torch.randint(1, 99, (7, 40), dtype=torch.int32)
+    table = torch.randint(1, 99, (8, 40), dtype=torch.int32)
     table[0, 3:9] = 0
     table[1, 3:9] = 0  # not an evicting row: its zeros stay
     table[2, 0] = 0
     table[2, 30:] = 0
     table[3, 1:38] = 0
-    lens = torch.tensor([160, 161, 480, 637, 33, 0, 640], dtype=torch.int32)
+    table[7] = 0  # of no request
+    lens = torch.tensor([160, 161, 480, 637, 33, 0, 640, 75], dtype=torch.int32)
     both = EVICTING | SCORED
-    flags = torch.tensor([both, 0, EVICTING, both, SCORED, both, both], dtype=torch.int32)
+    flags = torch.tensor([both, 0, EVICTING, both, SCORED, both, both, EVICTING], dtype=torch.int32)
     check_tables(table, lens, flags, 16)
 
 

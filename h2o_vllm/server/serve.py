@@ -138,6 +138,10 @@ def _refuse_other_frontends(args: argparse.Namespace) -> None:
 def _set_engine_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, config: H2OConfig
 ) -> None:
+    asks = ("speculative_config", "spec_method", "spec_model")
+    if args.async_scheduling is None and any(getattr(args, name, None) for name in asks):
+        # An eviction must know which drafts are accepted. vLLM would schedule GPUs asynchronously.
+        args.async_scheduling = False
     for name, value in engine_args(config).items():
         given = getattr(args, name)
         flag = f"--{name.replace('_', '-')}"

@@ -63,9 +63,10 @@ def test_drafts_whose_tokens_stay_on_a_gpu_are_no_padding(
     rig.scheduler.use_v2_model_runner = True
     unseen = DraftTokenIds(["one"], [[-1, -1]])
     monkeypatch.setattr(rig, "_draft", lambda: rig.scheduler.update_draft_token_ids(unseen))
-    rig.add("one", PROMPT, max_tokens=9)
+    # Also if none is ever right: their method is "ngram".
+    rig.add("one", PROMPT, max_tokens=60)
     rig.run()
-    assert rig.drafted == rig.reports["one"]["0"]["tokens_drafted"] > 0
+    assert rig.drafted == rig.report("one")["tokens_drafted"] > 50 * 2
 
 
 def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None:

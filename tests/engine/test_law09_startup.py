@@ -169,16 +169,21 @@ def test_our_scheduler_is_known_by_its_name_and_so_is_what_builds_on_it() -> Non
 
 @pytest.mark.parametrize(
     ("device", "ranks", "reason"),
-    [(device, *case) for device in VERSIONS for case in ((1, ""), (2, "tensor parallelism"))],
+    [
+        *((device, *case) for device in VERSIONS for case in ((1, ""), (2, "tensor parallelism"))),
+        ("cuda", 1, "with drafts on GPUs"),
+    ],
 )
 def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reason: str) -> None:
     """To its scheduler and its server, and at start-up if sharing is its default."""
+    drafting = reason.startswith("with drafts")
 
-    def engine(**options: str) -> Any:
+    def engine(**options: Any) -> Any:
         return SimpleNamespace(
             additional_config={"h2o": options},
             device_config=SimpleNamespace(device_type=device),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            speculative_config=object() if drafting else None,
             model_config=SimpleNamespace(
                 model_arch_config=[], hf_text_config=None, get_total_num_kv_heads=lambda: 2
             ),
@@ -187,7 +192,13 @@ def test_law09_an_engine_that_cannot_share_says_so(device: str, ranks: int, reas
     config = config_of(engine())
     assert reason in config.equal_heads_reason
     assert bool(config.equal_heads_reason) is bool(reason)
-    assert not config.no_settling_reason
+    for cannot in (config.no_settling_reason, config.no_scores_reason):
+        assert cannot == (config.equal_heads_reason if drafting else "")
+    if drafting:
+        assert config.applied["kv_policy"] == "key"
+        for options in ({"kv_policy": "h2o", "kv_budget": 0.2}, {"kv_settle_tokens": 512}):
+            with pytest.raises(ConfigError, match=f"--kv-.*{reason}"):
+                config_of(engine(**options))
     assert config.shared_heads_slow is (device == "cuda")
     if reason:
         with pytest.raises(ConfigError, match=f"--kv-heads: .*{reason}"):

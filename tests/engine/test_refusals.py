@@ -114,6 +114,7 @@ def named(architecture: str) -> dict[str, Any]:
         *(("cpu", {"speculative_config.method": method}) for method in (*WITHOUT_KV, *WITH_KV)),
         ("cuda", {"model_config.multimodal_config": MEDIA}),
         ("cuda", {"model_config.uses_mrope": True, "model_config.multimodal_config": MEDIA}),
+        *(("cuda", {"speculative_config.method": name}) for name in ("ngram", "ngram_gpu", *WITH_KV)),
         *(("cuda", {"cache_config.cache_dtype": name}) for name in ("fp8", "fp8_e4m3", "bfloat16")),
         ("cpu", {"parallel_config.tensor_parallel_size": 4}),
     ],

@@ -81,6 +81,12 @@ class TestPrepare:
         args, _ = cli.parse(argv.format(own).split())
         assert lacks_calibration(cli.config_of(args)) is lacks
 
+    def test_drafts_are_scheduled_synchronously_unless_the_user_says_otherwise(self) -> None:
+        drafts = ("--spec-method", "ngram", "--spec-tokens", "2")
+        assert self.prepared().async_scheduling is None
+        assert self.prepared(*drafts).async_scheduling is False
+        assert self.prepared(*drafts, "--async-scheduling").async_scheduling is True
+
     def test_the_page_brings_traces(self) -> None:
         assert self.prepared().additional_config["h2o"]["kv_trace"] is False
         for flag in ("--kv-trace", "--kv-playground"):

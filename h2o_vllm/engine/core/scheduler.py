@@ -221,10 +221,13 @@ class H2OScheduler(LimitingScheduler):
                 state.drafts.verified(len(drafts), max(0, len(sampled) - 1))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """As the base class; without the drafts by ``ngram`` of requests for which they do not pay."""
+        """As the base class; without the drafts by ``ngram`` of requests for which they do not pay.
+
+        On GPUs all are kept: a graph holds rows with as many drafts.
+        """
         super().update_draft_token_ids(draft_token_ids)
         speculative = self.vllm_config.speculative_config
-        if speculative is None or speculative.method != "ngram":
+        if self.use_v2_model_runner or speculative is None or speculative.method != "ngram":
             return
         for request_id in draft_token_ids.req_ids:
             request, state = self.requests.get(request_id), self.blocks.eviction_state(request_id)

@@ -6,7 +6,7 @@
 ``refusal``       the class of a row; questions that rows ask of a configuration
 ``everywhere``    rows for all devices
 ``devices``       rows for CPUs, rows for GPUs
-``drafts``        speculative decoding and exact requests: what is served, rows for CPUs
+``drafts``        speculative decoding and exact requests: what is served, rows
 ``architectures`` the architectures that are refused by name, and the kinds with faults on CPUs
 ================= ===============================================================================
 """

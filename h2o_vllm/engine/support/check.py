@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 REFUSALS = {
-    "all": everywhere.ROWS,
+    "all": (*everywhere.ROWS, *drafts.ROWS),
     "cpu": (*devices.ON_CPU, *drafts.ON_CPU),
-    "cuda": devices.ON_CUDA,
+    "cuda": (*drafts.ON_CUDA, *devices.ON_CUDA),
 }
 """All rows by the device that refuses; the start, the table in SUPPORT.md and one test loop over them."""
 
@@ -73,14 +73,17 @@ def config_of(config: VllmConfig) -> H2OConfig:
     """
     ours = H2OConfig.from_mapping((config.additional_config or {})[CONFIG_KEY])
     device = config.device_config.device_type
+    drafting = drafts.ON_GPUS if device == "cuda" and config.speculative_config is not None else ""
     return replace(
         ours,
-        no_scores_reason=_no_scores_reason(config),
-        equal_heads_reason=(
+        no_scores_reason=drafting or _no_scores_reason(config),
+        equal_heads_reason=drafting
+        or (
             "with tensor parallelism a rank has only some of the heads"
             if config.parallel_config.tensor_parallel_size > 1
             else ""
         ),
+        no_settling_reason=drafting,
         no_exact_reason="" if device == "cpu" else devices.NO_EXACT_ON_GPUS,
         shared_heads_slow=device == "cuda",
     )

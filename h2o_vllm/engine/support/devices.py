@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from h2o_vllm.config.keys import CONFIG_KEY
 from h2o_vllm.engine.support.architectures import CONVOLUTIONS, DELTA_NETS, MAMBA2
-from h2o_vllm.engine.support.drafts import WITHOUT_KV, asks_for_exact, drafter_has_kv
+from h2o_vllm.engine.support.drafts import asks_for_exact
 from h2o_vllm.engine.support.everywhere import STOCK
 from h2o_vllm.engine.support.refusal import Refusal, is_one_of, own_option
 
@@ -26,20 +26,6 @@ _NO_OPTION = "Leave the option out"
 
 def _kv_dtype(config: VllmConfig) -> str:
     return config.cache_config.cache_dtype
-
-
-def rotates_images(config: VllmConfig) -> bool:
-    """Whether prompts may have images whose tokens are rotated by their position in the image (M-RoPE)."""
-    model, media = config.model_config, config.model_config.multimodal_config
-    if not model.uses_mrope or media is None:
-        return False
-    return any(media.get_limit_per_prompt(kind) > 0 for kind in ("image", "video", "audio"))
-
-
-_IMAGES = {
-    "model_config.uses_mrope": True,
-    "model_config.multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda _: 1),
-}
 
 
 def _head_size(config: VllmConfig) -> int:
@@ -75,13 +61,6 @@ ON_CPU = (
         {"cache_config.cache_dtype": "fp8"},
         _EIGHT_BITS,
         value=lambda config: f"({_kv_dtype(config)})",
-    ),
-    Refusal(
-        "drafters with KV of their own for images with M-RoPE",
-        "not tested with evictions",
-        lambda config: drafter_has_kv(config) and rotates_images(config),
-        {**_IMAGES, "speculative_config.method": "eagle"},
-        f"Without KV are: {', '.join(WITHOUT_KV)}",
     ),
     Refusal(
         "--enforce-eager with LFM2",
@@ -128,14 +107,6 @@ ON_CPU = (
 )
 
 ON_CUDA = (
-    Refusal(
-        "speculative decoding",
-        "our kernels on GPUs score every query, also those of rejected drafts",
-        lambda config: config.speculative_config is not None,
-        {"speculative_config.method": "ngram"},
-        "On CPUs it is served",
-        value=lambda config: f"({config.speculative_config.method})",
-    ),
     Refusal(
         "--kv-cache-dtype of 8 or 4 bits other than fp8 (e4m3)",
         "scales per token would have to move with their tokens",

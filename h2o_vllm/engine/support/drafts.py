@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding and exact requests: what is served, and refusals at start on CPUs. Any process.
+"""Speculative decoding and exact requests: what is served, and refusals at start. Any process.
 
 The drafter of exact requests is :mod:`h2o_vllm.engine.cpu.exact`.
 """
@@ -7,6 +7,7 @@ The drafter of exact requests is :mod:`h2o_vllm.engine.cpu.exact`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from h2o_vllm.blocks.plan import DraftView
@@ -27,9 +28,16 @@ WITH_KV = ("draft_model", "eagle", "eagle3", "mtp")
 DRAFTER = "h2o_vllm.engine.cpu.exact.ViewDrafter"
 """Path of the drafter: ``speculative_config["model"]`` of method ``custom_class``."""
 
+ON_GPUS = "with drafts on GPUs vLLM's kernels alone attend, and only the model's KV moves"
+"""Why on GPUs nothing collects attention, shares slots or settles beside drafts."""
+
 _NOT_TESTED = "not tested with evictions"
 _DRAFTS = {"speculative_config.method": "ngram"}
 _WITH_KV = {"speculative_config.method": "mtp"}
+_IMAGES = {
+    "model_config.uses_mrope": True,
+    "model_config.multimodal_config": SimpleNamespace(get_limit_per_prompt=lambda _: 1),
+}
 _EXACT = {
     "additional_config": {CONFIG_KEY: {"kv_exact_drafts": 4}},
     "speculative_config.method": "custom_class",
@@ -41,6 +49,14 @@ def drafter_has_kv(config: VllmConfig) -> bool:
     """Whether the engine has a drafter with KV."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method in WITH_KV
+
+
+def rotates_images(config: VllmConfig) -> bool:
+    """Whether prompts may have images whose tokens are rotated by their position in the image (M-RoPE)."""
+    model, media = config.model_config, config.model_config.multimodal_config
+    if not model.uses_mrope or media is None:
+        return False
+    return any(media.get_limit_per_prompt(kind) > 0 for kind in ("image", "video", "audio"))
 
 
 def drafts_of_step(config: VllmConfig) -> tuple[int, int]:
@@ -100,13 +116,23 @@ def _exact(
     )
 
 
-ON_CPU = (
-    _drafting(
-        "speculative decoding by another method than " + ", ".join((*WITHOUT_KV, *WITH_KV)),
+def _methods(*served: str) -> Refusal:
+    return _drafting(
+        "speculative decoding by another method than " + ", ".join(served),
         _NOT_TESTED,
-        lambda config: config.speculative_config.method not in (*WITHOUT_KV, *WITH_KV),
+        lambda config: config.speculative_config.method not in served,
         {"speculative_config.method": "medusa"},
         value=lambda config: f"({config.speculative_config.method})",
+    )
+
+
+ROWS = (
+    _drafting(
+        "drafters with KV of their own for images with M-RoPE",
+        _NOT_TESTED,
+        lambda config: drafter_has_kv(config) and rotates_images(config),
+        {**_IMAGES, **_WITH_KV},
+        "Without KV are: ngram, suffix",
     ),
     _drafting(
         # A request with one token to compute is admitted with all drafts of a step or waits, for ever if
@@ -125,7 +151,7 @@ ON_CPU = (
         "an eviction must know which drafts are accepted",
         lambda config: bool(config.scheduler_config.async_scheduling),
         {**_DRAFTS, "scheduler_config.async_scheduling": True},
-        "Leave the option out",
+        "Set --no-async-scheduling",
     ),
     _drafting(
         "speculative decoding with --pipeline-parallel-size above 1",
@@ -163,6 +189,21 @@ ON_CPU = (
         {**_WITH_KV, "speculative_config.kv_cache_dtype": "fp8"},
         "Leave it out",
     ),
+)
+
+ON_CUDA = (
+    _methods("ngram", "ngram_gpu", *WITH_KV),
+    _drafting(
+        "enable_adaptive_verification in --speculative-config",
+        "how many drafts a step verifies is known on the device alone",
+        lambda config: bool(config.speculative_config.enable_adaptive_verification),
+        {**_DRAFTS, "speculative_config.enable_adaptive_verification": True},
+        "Leave it out",
+    ),
+)
+
+ON_CPU = (
+    _methods(*WITHOUT_KV, *WITH_KV),
     _exact(
         "without our drafter",
         "build the arguments with h2o_vllm.engine_args()",

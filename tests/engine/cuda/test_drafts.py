@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.outputs import DraftTokenIds
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec
+from h2o_vllm.engine.cuda import backends
 from h2o_vllm.engine.cuda.builder import LiveTables, ScoringBuilder
 from h2o_vllm.engine.cuda.variants import HOLES_ONLY, StepVariant, Variant
 from h2o_vllm.errors import ConfigError
@@ -154,6 +155,20 @@ def test_rows_that_only_a_drafters_graph_has_are_empty() -> None:
         found = tables.without_holes(batch)
         assert found.seq_lens.tolist() == lens
         assert tables._live.tolist() == [*lens, *[0] * (4 - rows)]
+
+
+@pytest.mark.parametrize("backend", [backends.H2OFlashBackend, backends.H2OTritonBackend])
+def test_graphs_hold_as_many_queries_as_vllms_where_nothing_is_scored(backend: Any) -> None:
+    def support(speculative: object) -> Any:
+        config: Any = SimpleNamespace(
+            additional_config={"h2o": {}}, device_config=SimpleNamespace(device_type="cuda"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=speculative,
+        )  # fmt: skip
+        return backend.get_builder_cls().get_cudagraph_support(config, None)
+
+    _, stock = backend.__bases__
+    assert support(None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support(object()) is stock.get_builder_cls()._cudagraph_support
 
 
 class Builder(ScoringBuilder):

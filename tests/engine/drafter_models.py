@@ -15,14 +15,16 @@ DRAFTS = 3
 """Tokens that are drafted at a time."""
 
 
-def make_drafter(kind: str, folder: Path) -> tuple[str, dict[str, Any]]:
+def make_drafter(kind: str, folder: Path, **shape: int) -> tuple[str, dict[str, Any]]:
     """Write one of the :data:`DRAFTERS`, and a model of few tokens that it drafts for, into ``folder``.
+
+    ``shape``: other numbers of the model's configuration.
 
     Returns:
         The model, and ``speculative_config``.
     """
     method, make = DRAFTERS[kind]
-    target, drafter = make(str(make_tiny_model(folder / "model")), folder / "drafter")
+    target, drafter = make(str(make_tiny_model(folder / "model", **shape)), folder / "drafter")
     return target, {"method": method, "model": drafter, "num_speculative_tokens": DRAFTS}
 
 

@@ -4,20 +4,14 @@
 With several workers, it is the time of the worker whose output vLLM keeps.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.output_attributes import with_attribute
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from h2o_vllm.blocks.plan import Eviction
 
 ATTRIBUTE = "h2o_eviction_seconds"
 

@@ -5,23 +5,18 @@ Positions lie in little pages like a layer's KV, heads of one element wide, and 
 moves them, by the same scores, and gives lanes to the same heads: what a trace says is what the kernel does.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from h2o_vllm.blocks.counts.trace import TracedEviction
+from h2o_vllm.blocks.plan import Eviction, EvictionParams
 from h2o_vllm.engine.output_attributes import with_attribute
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.lanes import own_lanes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from h2o_vllm.blocks.plan import Eviction, EvictionParams
 
 ATTRIBUTE = "h2o_traced_evictions"
 

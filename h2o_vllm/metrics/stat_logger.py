@@ -5,21 +5,17 @@ With several API servers, vLLM switches ``prometheus_client`` to multiprocess mo
 ``/metrics`` reads the files of all of them. This module needs no change for that.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
 
 from h2o_vllm.config.keys import METRICS_KEY
 from h2o_vllm.metrics.table import COUNTED, REJECTION_REASONS, TABLE
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import SchedulerStats
 
 Collector = Counter | Gauge | Histogram
 

@@ -6,20 +6,14 @@ and returns their scores, ``[L, E, KH, n]``, float32. None looks beyond one KV h
 ones, and must rank as one process would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_vllm.policy.fresh import head_number
-
-if TYPE_CHECKING:
-    from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
-    from h2o_vllm.policy.policy import Policy
+from h2o_vllm.policy.fresh import Centre, Fresh, Tokens, head_number
+from h2o_vllm.policy.policy import Policy
 
 Order = Callable[[Tensor], Tensor]
 

@@ -8,15 +8,14 @@ Before the call: ``kv_protect`` words become numbers, and a request that the eng
 (``kv_transfer_params``, which vLLM writes into no streamed chunk) and kept for the HTTP response.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 
@@ -24,18 +23,14 @@ from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.blocks.counts.settling import schedule_of
 from h2o_vllm.blocks.counts.trace import check_traceable
 from h2o_vllm.config.keys import CONFIG_KEY, END_KEY, REPORT_KEY
+from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
 from h2o_vllm.engine.support.drafts import drafts_of_step
 from h2o_vllm.errors import BudgetError, ConfigError
+from h2o_vllm.server.protocol import Admission
 from h2o_vllm.server.report import Reports
 from h2o_vllm.server.system_prefix import NO_ROLES, NOT_LAST, SystemPrefix
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from h2o_vllm.config.options import H2OConfig
-    from h2o_vllm.server.protocol import Admission
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
 

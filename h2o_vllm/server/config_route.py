@@ -5,16 +5,15 @@ Read-only and without secrets; ``--api-key`` covers it (:mod:`h2o_vllm.server.ac
 plugin of vLLM's: those load only if ``VLLM_PLUGINS`` names them, which would exclude all other plugins.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from fastapi import FastAPI, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field, create_model
+from vllm.config import VllmConfig
 from vllm.version import __version__ as vllm_version
 
 import h2o_vllm
@@ -27,9 +26,6 @@ from h2o_vllm.policy.policy import joinable_ranks, policy_names
 from h2o_vllm.server.admission import attention_block_size
 from h2o_vllm.server.openapi import describe_fields, kind_of
 from h2o_vllm.server.routes import LIFTED, PREPARED
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 PATH = "/plugins/h2o/config"
 

@@ -8,15 +8,11 @@ meanwhile as it would. vLLM takes ``raw_logprobs`` before any processor runs (``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torch import Tensor
+from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from loadtest.common.forced_names import FORCED_FIELD
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from vllm import SamplingParams
 
 
 class ForcedTokens(AdapterLogitsProcessor):

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which elastic requests are squeezed when blocks are missing, from counts alone. Engine core; no vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from h2o_vllm.blocks.counts.eviction_state import EvictionState
+from h2o_vllm.blocks.counts.eviction_state import EvictionState
 
 
 @dataclass(frozen=True)

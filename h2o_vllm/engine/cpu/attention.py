@@ -8,13 +8,12 @@ keys as the attention itself. Rows without a budget stay with vLLM's kernel, unl
 chosen ours for them (``kv_full_kernel``): then one call serves the rows of a kind, scored or not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -23,20 +22,16 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.registry import register_backend as vllm_register_backend
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from h2o_vllm.engine.compat import set_attention_isa
 from h2o_vllm.engine.cpu.drafts import LaterQueries, QueriesApart
 from h2o_vllm.engine.cpu.rows import RowSplit, SharedRows, compact_tables, split_rows
+from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.cpu.views import Views
 from h2o_vllm.engine.worker.attention import AttentionCall, ScoringBackend, ScoringImpl
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    from h2o_vllm.engine.cpu.state import CPUState
-    from h2o_vllm.engine.cpu.views import Views
 
 _READABLE_ISAS = ("vec", "vec16")
 """vLLM's CPU kernels whose KV our kernels can read: K stored ``[D, BS]``, V stored ``[BS, D]``."""

@@ -8,29 +8,22 @@ remains. vLLM's rejection sampler accepts: greedy answers are those of full KV, 
 distribution.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from h2o_vllm.engine.compat import runner_block_table, runner_row_request_ids
 from h2o_vllm.engine.cpu.attention import H2OMetadata
 from h2o_vllm.engine.cpu.rows import SharedRows, split_rows
-from h2o_vllm.engine.cpu.views import Costs
+from h2o_vllm.engine.cpu.state import CPUState
+from h2o_vllm.engine.cpu.views import Costs, View
 from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.policy.ranks import NEVER
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from vllm.config import VllmConfig
-
-    from h2o_vllm.engine.cpu.state import CPUState
-    from h2o_vllm.engine.cpu.views import View
 
 
 class ViewDrafter:

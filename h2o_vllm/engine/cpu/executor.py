@@ -6,19 +6,15 @@ while it waits: of a machine's two cores, half. One rank on a small machine is b
 engine core, which then does not wait at all: every core computes, and there is a process less.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from h2o_vllm.engine.cpu.environment import FEW_CORES
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 

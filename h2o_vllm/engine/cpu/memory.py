@@ -5,17 +5,10 @@ vLLM takes 92 % of a machine's memory, and does not start where less than that i
 machines that do something else besides. Here the pool is a share of what is free once the weights are loaded.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, ParallelConfig
 from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 from vllm.utils.mem_constants import GiB_bytes
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
 
 logger = init_logger(f"vllm.{__name__}")
 

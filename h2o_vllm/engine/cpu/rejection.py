@@ -6,19 +6,15 @@ drops it, so vLLM divides the logits of all drafts by uninitialised memory as so
 samples. Goes when vLLM writes the values (its issue 55005).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import RejectionSampler
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 class DraftSampler(RejectionSampler):

@@ -9,25 +9,17 @@ A view is chosen anew every :data:`LOOKS_APART` tokens, by the attention of that
 depends on the request alone. A view that is chosen badly costs time, and changes no token.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from h2o_vllm.blocks.counts.budget import share_of
+from h2o_vllm.blocks.plan import DraftView
+from h2o_vllm.engine.worker.rows import StepRows
 from h2o_vllm.kernels import cpu as kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from h2o_vllm.blocks.plan import DraftView
-    from h2o_vllm.engine.worker.rows import StepRows
 
 LOOKS_APART = 48
 """Tokens between two choices of a view."""

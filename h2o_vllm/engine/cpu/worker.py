@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our worker on CPU: vLLM's, model runner V1. Runs in each worker process."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.engine.compat import (
     runner_make_stage_inputs,
     runner_row_request_ids,
@@ -26,15 +29,6 @@ from h2o_vllm.engine.trace import TraceRecorder
 from h2o_vllm.engine.worker.worker import EvictingWorker
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu.batch import check_caches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-    from h2o_vllm.blocks.plan import Eviction
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of our attention that both devices share: which kernels serve a batch. Worker process."""
 
-from __future__ import annotations
+from typing import Any, ClassVar, NamedTuple
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-
+import torch
 from vllm.v1.attention.backend import AttentionImpl
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from h2o_vllm.blocks.manager.spec import evictable_spec
+from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.kv_cache_interface import AttentionSpec
-
-    from h2o_vllm.engine.worker.state import WorkerState
 
 
 class AttentionCall(NamedTuple):

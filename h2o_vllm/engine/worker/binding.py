@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 9 in the workers: every part that vLLM bound is ours, or nothing starts. Worker process."""
 
-from __future__ import annotations
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from h2o_vllm.blocks.manager.spec import H2OAttentionSpec, score_bytes_per_block
 from h2o_vllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 def leave_out_idle_windows(config: VllmConfig) -> None:

@@ -4,19 +4,16 @@
 On any device, in a worker that has all of the model; with ``enforce_eager``, as hooks see no compiled layer.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from h2o_vllm.calibration.file import Calibration, Traits
 from h2o_vllm.calibration.learner import Learner, Softmax
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LearningWorker:

@@ -5,28 +5,22 @@ Policies say how (:mod:`h2o_vllm.policy.formulas`); this reads what they need fr
 has ranked, and writes the scores there. Nothing in here waits for a device.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from h2o_vllm.calibration.file import attention_of
+from h2o_vllm.blocks.plan import Eviction
+from h2o_vllm.calibration.file import Part, attention_of
 from h2o_vllm.policy.formulas import MEASURES, draws, first_scores, order
 from h2o_vllm.policy.fresh import Centre, Fresh, Tokens
 from h2o_vllm.policy.policy import Policy
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from h2o_vllm.blocks.plan import Eviction
-    from h2o_vllm.calibration.file import Part
 
 _Read = Callable[[], Iterable[Tokens]]
 """Tokens of some blocks after the others."""

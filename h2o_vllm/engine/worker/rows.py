@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h2o_vllm.errors import AccountingError
 from h2o_vllm.policy.ranks import NEVER
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 

@@ -5,21 +5,16 @@ One instance per worker, shared with the metadata builder and the attention laye
 waits for a device: with async scheduling the worker runs ahead of it.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from h2o_vllm.blocks.plan import Eviction, StepPlan
 from h2o_vllm.engine.worker.rescoring import Rescorer
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from h2o_vllm.blocks.plan import Eviction, StepPlan
-    from h2o_vllm.engine.worker.rows import StepRows
+from h2o_vllm.engine.worker.rows import StepRows
 
 
 @dataclass(kw_only=True)

@@ -10,18 +10,22 @@
     forward      stock vLLM; other requests may already write the freed blocks
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.worker_base import WorkerBase
 
+from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.blocks.manager.spec import limited_spec, other_groups, register_specs
+from h2o_vllm.blocks.plan import Eviction
 from h2o_vllm.calibration.features import Rotation
 from h2o_vllm.calibration.file import Calibration, Part, Traits
 from h2o_vllm.config.keys import CONFIG_KEY
@@ -38,6 +42,7 @@ from h2o_vllm.engine.support.check import check_supported
 from h2o_vllm.engine.support.drafts import drafter_has_kv
 from h2o_vllm.engine.support.refusal import evictable_kv_heads
 from h2o_vllm.engine.timing import EvictionTimer
+from h2o_vllm.engine.worker.attention import ScoringImpl
 from h2o_vllm.engine.worker.binding import (
     check_drafter,
     check_evictable,
@@ -50,17 +55,6 @@ from h2o_vllm.engine.worker.binding import (
 from h2o_vllm.engine.worker.learning import LearningWorker
 from h2o_vllm.engine.worker.state import WorkerState
 from h2o_vllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-    from h2o_vllm.blocks.counts.schedule import OtherGroup
-    from h2o_vllm.blocks.plan import Eviction
-    from h2o_vllm.engine.worker.attention import ScoringImpl
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and tile sizes of the decode kernels."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_vllm.kernels.batch import LaneTables, LayerLanes
@@ -14,10 +14,6 @@ from h2o_vllm.kernels.triton.lanes import list_keys
 from h2o_vllm.kernels.triton.launching import launch
 from h2o_vllm.kernels.triton.plan import FIELDS, HEAD_FIELDS, plan_pieces
 from h2o_vllm.kernels.triton.tables import PINNED
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 SPAN = 256
 """Keys per step when scores are computed from the scratch: whole tiles. Each step waits for memory once."""

@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # those the other keeps from running.
     cores = sorted(os.sched_getaffinity(0))
     if _is_worker(config):
-        worker, workers = (config.workerinput[name] for name in ("workerid", "workercount"))  # type: ignore[attr-defined]
+        worker, workers = (config.workerinput[name] for name in ("workerid", "workercount"))
         first = int(worker.removeprefix("gw")) % len(cores)
         os.sched_setaffinity(0, cores[first::workers])
     elif workers := config.getoption("numprocesses", None):
@@ -193,7 +193,7 @@ def _rank(item: pytest.Item) -> int:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
     if _is_worker(session.config):
-        output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
+        output: dict[str, Any] = session.config.workeroutput
         output["left_out"] = {tier: sorted(names) for tier, names in left_out.items()}
 
 

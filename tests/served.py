@@ -21,7 +21,6 @@ SERVED = tuple(
         ]
     )
 )
-UNCALIBRATED = tuple(name for name in SERVED if not policy_of(name).calibrated)
 SHARING = tuple(name for name in SERVED if not policy_of(name).equal_heads_reason)
 COUNTED = ("attention", "key", "window")
 """One of each that a block's counts tell apart: scores are collected, none are, no token moves."""

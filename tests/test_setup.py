@@ -107,7 +107,7 @@ def test_what_python_and_compiler_there_are_decides_what_is_missing(
 
 
 def test_no_proxy_is_asked_for_servers_of_the_tests() -> None:
-    assert urllib.request.proxy_bypass_environment("127.0.0.1")  # type: ignore[attr-defined]
+    assert urllib.request.proxy_bypass_environment("127.0.0.1")
 
 
 def test_environment_made_by_somebody_else_is_left_alone(checkout: Path) -> None:

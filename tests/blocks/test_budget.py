@@ -123,7 +123,6 @@ def test_the_recent_window_begins_at_the_nearest_full_block(
     budget: RequestBudget, seen: int, block_size: int
 ) -> None:
     first = recent_from(budget, seen, block_size)
-    assert isinstance(first, int)
     start = first * block_size
     exact = seen - recent_tokens(budget, seen)
     assert 0 <= start <= seen

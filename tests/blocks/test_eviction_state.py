@@ -44,7 +44,6 @@ def test_the_first_eviction_publishes_exactly_what_it_frees(protect: int, pinned
     one = make_state(400, kv_budget=0.2, kv_protect=protect)
     assert one.publishable_tokens(400) == pinned * 16
     split = one.evict(400)
-    assert split is not None
     assert one.publishable_tokens(400) == (pinned + len(split.doomed)) * 16
     assert split.doomed == tuple(range(pinned, pinned + (20 if not pinned else 17)))
     assert [one.evict(computed) for computed in range(401, 500)].count(None) < 99
@@ -83,7 +82,7 @@ def test_kv_computed_after_an_eviction_is_never_published() -> None:
 def test_the_report_counts_no_token_that_is_only_being_computed() -> None:
     """Asynchronous scheduling is a step ahead, and the last sampled token has no KV yet."""
     one = make_state(400, kv_budget=0.2)
-    one.counts.num_computed_tokens, one.counts.num_tokens = 451, 451  # type: ignore[misc]
+    one.counts.num_computed_tokens, one.counts.num_tokens = 451, 451
     assert one.report()["tokens_seen"] == 450
 
 
@@ -274,7 +273,7 @@ def test_without_scores_what_the_first_eviction_frees_is_read_and_published(
 def test_the_report_counts_protected_and_cached_tokens() -> None:
     one = make_state(400, kv_budget=0.2, kv_protect=100)
     one.admitted(96)
-    one.counts.num_computed_tokens, one.counts.num_tokens = 500, 501  # type: ignore[misc]
+    one.counts.num_computed_tokens, one.counts.num_tokens = 500, 501
     run(one, 500)
     one.release()
     one.admitted(112)

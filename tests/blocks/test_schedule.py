@@ -134,7 +134,7 @@ def test_without_a_bound_the_budget_alone_decides(one: EvictionSchedule, seen: i
 def test_pool_has_to_hold_any_request_that_leaves_its_budget_to_the_server(
     options: dict[str, object], expected: int
 ) -> None:
-    config = H2OConfig(kv_min_tokens=16, **{**PUBLISHED, **options})  # type: ignore[arg-type]
+    config = H2OConfig(kv_min_tokens=16, **{**PUBLISHED, **options})
     found = default_blocks(config, BLOCK, 1024)
     assert found == expected
     for prompt in range(1, 1024):

@@ -13,7 +13,7 @@ from tests.served import COUNTED
 
 def victim(name: str, gain: int, priority: int = 0, arrived: float = 0.0) -> Victim:
     state = make_state(400, kv_budget=0.2, kv_elastic=True)
-    state.counts.arrival_time = arrived  # type: ignore[misc]
+    state.counts.arrival_time = arrived
     return Victim(name, state, gain, priority)
 
 
@@ -48,7 +48,6 @@ def elastic(prompt: int, **asked: object) -> EvictionState:
 def grown(state: EvictionState, tokens: int) -> EvictionState:
     """``state`` once ``tokens`` are computed."""
     counts = state.counts
-    assert isinstance(counts, Counts)
     counts.num_computed_tokens, counts.num_tokens = tokens, tokens + 1
     return state
 

@@ -49,7 +49,7 @@ def test_it_comes_back(path: Path) -> None:
 )
 def test_another_model_is_refused(path: Path, changed: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
-        Calibration.load(path).check(replace(TRAITS, **changed), path)  # type: ignore[arg-type]
+        Calibration.load(path).check(replace(TRAITS, **changed), path)
     assert "made for one" in str(error.value) and "h2o_vllm.calibrate" in str(error.value)
 
 

@@ -34,8 +34,6 @@ SUFFIXES = {
 def names_of_vllm() -> frozenset[str]:
     """Every sample the installed vLLM's Prometheus logger exposes, read from its source."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
     source = Path(spec.submodule_search_locations[0], "v1", "metrics", "loggers.py")
     found = set()
     for node in ast.walk(ast.parse(source.read_text())):
@@ -56,8 +54,7 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    return found
+    return json.loads(DASHBOARD.read_text())["panels"]
 
 
 def expressions_of_the_dashboard() -> Iterator[str]:

@@ -74,8 +74,7 @@ def text_tokens(model_dir: str) -> list[int]:
 
     names = ("execmodel", "import", "naming", "class", "types", "specialnames")
     text = "\n".join(pydoc_data.topics.topics[name] for name in names)
-    tokens: list[int] = AutoTokenizer.from_pretrained(model_dir)(text)["input_ids"]
-    return tokens
+    return AutoTokenizer.from_pretrained(model_dir)(text)["input_ids"]
 
 
 Prompt = list[int] | dict[str, Any]
@@ -253,5 +252,4 @@ def run_engine(
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     # vLLM logs to stdout as well, also while it shuts down.
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
-    results: list[dict[str, Any]] = json.loads(line.removeprefix(RESULT_MARK))
-    return results
+    return json.loads(line.removeprefix(RESULT_MARK))

@@ -136,7 +136,6 @@ class GhostWorker:
         state, size = self._states[name], self._memory.block_size
         if isinstance(state, SettlingState):
             return self._alone_settling(name, total, state.schedule if state.evicts else None)
-        assert isinstance(state, EvictionState)
         squeezed = (
             state.budget.elastic and state._evict_from is not None and not state.schedule.first
         )

@@ -21,8 +21,7 @@ def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
 
 
 def report_of(output: RequestOutput) -> dict[str, Any]:
-    report: dict[str, Any] = output.kv_transfer_params["h2o"]["0"]
-    return report
+    return output.kv_transfer_params["h2o"]["0"]
 
 
 def kept_of(output: RequestOutput) -> dict[str, Any]:

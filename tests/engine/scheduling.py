@@ -113,7 +113,8 @@ class Rig:
         init_none_hash(sha256)
         h2o |= {"kv_exact_drafts": drafts} if exact else {}
         # Only workers read the calibration.
-        args = engine_args(**{**PUBLISHED, "kv_calibration": str(default_calibration()), **h2o})
+        own = {"kv_calibration": str(default_calibration()), "kv_min_tokens": 16}
+        args = engine_args(**{**PUBLISHED, **own, **h2o})
         model = copy(_model(model=model_dir))
         self.block_size = block_size
         parallel = ParallelConfig(worker_cls=args["worker_cls"])
@@ -189,7 +190,7 @@ class Rig:
             self.both += request_id in self.blocks.evictions and not finished
             return pop(request_id)
 
-        self.blocks.pop_blocks_for_free = popping  # type: ignore[method-assign]
+        self.blocks.pop_blocks_for_free = popping
 
     def add(
         self,

@@ -18,9 +18,7 @@ READABLE = (200 - 40) // BLOCK * BLOCK
 
 
 def rig_of(model_dir: str, num_blocks: int = 100, **options: Any) -> Rig:
-    return Rig(
-        model_dir, num_blocks, **{"max_num_batched_tokens": 512, "kv_min_tokens": 16} | options
-    )
+    return Rig(model_dir, num_blocks, **{"max_num_batched_tokens": 512} | options)
 
 
 def test_law06_a_prompt_is_published_while_it_is_computed(model_dir: str) -> None:
@@ -77,7 +75,6 @@ def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) ->
     assert rig.step().num_scheduled_tokens["fixed"] == 128 - 112
     table = list(rig.blocks.req_to_blocks["elastic"])
     state = rig.blocks.eviction_state("elastic")
-    assert state is not None
     evicted: list[Eviction] = []
     squeeze = rig.blocks.evict
 
@@ -85,12 +82,11 @@ def test_what_another_reads_in_this_step_is_not_written_in_it(model_dir: str) ->
         squeeze(request_id, *args)
         evicted.append(rig.blocks.evictions[request_id])
 
-    rig.blocks.evict = noting  # type: ignore[method-assign]
+    rig.blocks.evict = noting
     # It needs a block, and none is free: its share frees none either.
     rig.step()
     assert [one.request_id for one in evicted] == ["fixed"]
     due = state.excess(132)
-    assert due is not None
     written = {table[index].block_id for index in due.heavy}
     assert written & {*evicted[0].doomed_blocks}
     assert all(table[index].ref_cnt == 1 for index in due.heavy)

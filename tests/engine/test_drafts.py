@@ -72,7 +72,7 @@ def test_drafts_whose_tokens_stay_on_a_gpu_are_no_padding(
 def test_law08_room_for_drafts_is_asked_for_at_admission(model_dir: str) -> None:
     """Else an answer that just fits would be preempted for its last drafts, and begun anew for ever."""
     asked = {"kv_budget": 1.0, "kv_prefill_tokens": 0}
-    default = {"kv_budget": 0.2, "kv_prefill_tokens": 64, "kv_min_tokens": 16}
+    default = {"kv_budget": 0.2, "kv_prefill_tokens": 64}
     for drafts, fits in ((0, True), (4, False)):
         rig = Rig(model_dir, 14, drafts=drafts, **default)
         # 13 blocks of 16 tokens; the last token has no KV.
@@ -93,10 +93,8 @@ def test_law08_room_for_a_drafters_kv_is_asked_for_at_admission(
     least = []
     for ahead in (False, True):
         for blocks in itertools.count(6):
-            rig = Rig(
-                model_dir, blocks + 1, drafts=4, ahead=ahead, kv_budget=0.2, kv_prefill_tokens=64,
-                kv_min_tokens=16, max_num_batched_tokens=512,
-            )  # fmt: skip
+            default = {"kv_budget": 0.2, "kv_prefill_tokens": 64, "max_num_batched_tokens": 512}
+            rig = Rig(model_dir, blocks + 1, drafts=4, ahead=ahead, **default)
             rig.add("one", PROMPT, asked, max_tokens=40)
             rig.run()
             # If it was not rejected.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic requests on the real scheduler and a tiny real pool: who is squeezed, when, and what it spares."""
 
-from typing import Any
-
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -25,8 +23,7 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
 ) -> None:
     asked = ELASTIC | {"kv_policy": policy}
     # 13 blocks each for the prompts, 17 at their ends; 39 to share.
-    options: dict[str, Any] = {"max_num_batched_tokens": 512, "kv_min_tokens": 16}
-    rig = Rig(model_dir, 40, pipelined=pipelined, metered=True, **options)
+    rig = Rig(model_dir, 40, max_num_batched_tokens=512, pipelined=pipelined, metered=True)
     for number in range(3):
         rig.add(f"{number}", other(number), asked, max_tokens=60)
     rig.run()
@@ -48,9 +45,7 @@ def test_a_running_request_that_needs_a_block_squeezes_and_nobody_is_preempted(
 
 @pytest.mark.parametrize("admission", ["squeeze", "queue"])
 def test_waiting_prompts_squeeze_or_queue(model_dir: str, admission: str) -> None:
-    rig = Rig(
-        model_dir, 30, max_num_batched_tokens=512, kv_min_tokens=16, kv_elastic_admission=admission
-    )
+    rig = Rig(model_dir, 30, max_num_batched_tokens=512, kv_elastic_admission=admission)
     rig.add("first", other(0), ELASTIC, max_tokens=80)
     rig.add("second", other(1), ELASTIC, max_tokens=80)
     rig.step()
@@ -67,7 +62,7 @@ def test_waiting_prompts_squeeze_or_queue(model_dir: str, admission: str) -> Non
 
 def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:
     """A prompt for which all victims together have too little waits, and they keep what they have."""
-    rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
+    rig = Rig(model_dir, 40, max_num_batched_tokens=1024)
     rig.add("small", other(0), ELASTIC, max_tokens=20)
     rig.add("full", other(1), max_tokens=20)
     rig.step()
@@ -82,7 +77,7 @@ def test_nobody_is_squeezed_in_vain(model_dir: str) -> None:
 def test_the_watermark_counts_for_waiting_prompts(model_dir: str) -> None:
     """26 of 39 blocks are free beside the first prompt, 13 are needed, and vLLM keeps 14 free."""
     for watermark, squeezed in ((0.0, None), (0.35, 200)):
-        rig = Rig(model_dir, 40, max_num_batched_tokens=512, watermark=watermark, kv_min_tokens=16)
+        rig = Rig(model_dir, 40, max_num_batched_tokens=512, watermark=watermark)
         rig.add("first", other(0), ELASTIC, max_tokens=10)
         rig.step()
         rig.add("second", other(1), ELASTIC, max_tokens=10)
@@ -93,7 +88,7 @@ def test_the_watermark_counts_for_waiting_prompts(model_dir: str) -> None:
 
 def test_priorities_decide_who_yields_and_to_whom(model_dir: str) -> None:
     def squeezed(waiting: int) -> set[str]:
-        rig = Rig(model_dir, 44, max_num_batched_tokens=1024, policy="priority", kv_min_tokens=16)
+        rig = Rig(model_dir, 44, max_num_batched_tokens=1024, policy="priority")
         for number, priority in enumerate((0, 2, 1)):
             rig.add(f"{priority}", other(number), ELASTIC, max_tokens=4, priority=priority)
         rig.step()
@@ -108,7 +103,7 @@ def test_priorities_decide_who_yields_and_to_whom(model_dir: str) -> None:
 
 
 def test_priorities_mean_nothing_where_vllm_ignores_them(model_dir: str) -> None:
-    rig = Rig(model_dir, 30, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 30, max_num_batched_tokens=512)
     rig.add("shielded", other(0), ELASTIC, max_tokens=4, priority=-1000)
     rig.add("second", other(1, 150), ELASTIC, max_tokens=4)
     rig.step()
@@ -120,7 +115,7 @@ def test_priorities_mean_nothing_where_vllm_ignores_them(model_dir: str) -> None
 @pytest.mark.parametrize("policy", ["key", "window"])
 def test_law06_who_needs_no_scores_is_stock_until_squeezed(model_dir: str, policy: str) -> None:
     """It reads and publishes the cache in full; squeezed, what it may write is nobody else's any more."""
-    rig = Rig(model_dir, 60, max_num_batched_tokens=1024, kv_min_tokens=16)
+    rig = Rig(model_dir, 60, max_num_batched_tokens=1024)
     rig.add("before", PROMPT, max_tokens=1)
     rig.run()
     asked = ELASTIC | {"kv_policy": policy}
@@ -153,7 +148,7 @@ def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: 
     """Those that would be heavy. It can yield if they are protected, or doomed and only read."""
     both = {"one", "two"}
     for budget, protect, squeezed in ((150, 0, set()), (16, 200, both), (16, 0, both)):
-        rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
+        rig = Rig(model_dir, 40, max_num_batched_tokens=1024)
         asked = {"kv_budget_tokens": budget, "kv_elastic": True, "kv_policy": "key"}
         for name in ("one", "two"):
             rig.add(name, PROMPT, asked | {"kv_protect": protect}, max_tokens=150)
@@ -169,7 +164,7 @@ def test_law06_shared_blocks_save_a_keydiff_request_from_the_squeeze(model_dir: 
 
 def test_law06_what_a_window_still_holds_is_not_written(model_dir: str) -> None:
     """It has given back what the other would, and keeps a block that the other would write."""
-    rig = Rig(model_dir, 40, max_num_batched_tokens=1024, kv_min_tokens=16)
+    rig = Rig(model_dir, 40, max_num_batched_tokens=1024)
     asked = {"kv_budget": 0.5, "kv_policy": "key", "kv_recent": 0.0}
     rig.add("victim", PROMPT, asked | {"kv_elastic": True}, max_tokens=150)
     rig.step()
@@ -213,7 +208,7 @@ def test_law06_blocks_behind_a_protected_end_leave_the_cache_before_they_are_ran
 def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> None:
     """It would squeeze the one whose blocks it is about to share; somebody else has to yield."""
     for policy in ("key", "window"):
-        rig = Rig(model_dir, 44, max_num_batched_tokens=1024, kv_min_tokens=16)
+        rig = Rig(model_dir, 44, max_num_batched_tokens=1024)
         asked = ELASTIC | {"kv_policy": policy}
         rig.add("owner", PROMPT, asked, max_tokens=100)
         rig.add("other", other(1, 150), asked, max_tokens=100)
@@ -228,7 +223,7 @@ def test_law06_a_prompt_is_not_robbed_of_the_hit_it_came_for(model_dir: str) -> 
 
 def test_lossless_answers_are_published_when_they_end(model_dir: str) -> None:
     """Nobody will rank their tokens any more; a chat's next turn may read them."""
-    rig = Rig(model_dir, 60, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 60, max_num_batched_tokens=512)
     rig.add("one", PROMPT, ELASTIC, max_tokens=60)
     rig.step()
     rig.add("during", PROMPT, max_tokens=1)

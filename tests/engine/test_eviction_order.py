@@ -26,7 +26,7 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
 
     Blocks run out in the step in which "gives" evicts: it needs one, and its share frees none.
     """
-    rig = Rig(model_dir, 17, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 17, max_num_batched_tokens=512)
     rig.add("others", range(9000, 9100), None, max_tokens=60)
     window = {"kv_budget": 0.1, "kv_policy": "window", "kv_protect": 64}
     rig.add("gives", PROMPT[:126], window, max_tokens=40)
@@ -42,7 +42,7 @@ def given_on(model_dir: str) -> tuple[Eviction, ...]:
 
 def one_beginning(model_dir: str) -> tuple[Eviction, ...]:
     """A plan in which five evict for the first time, and rank the same doomed blocks, some of them fewer."""
-    rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024, kv_min_tokens=16)
+    rig = Rig(model_dir, NUM_BLOCKS, max_num_batched_tokens=1024)
     by_key = {"kv_budget": 0.2, "kv_policy": "key"}
     rig.add("ranks", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=40)
     for number, asked in enumerate(({}, {}, {"kv_budget": 0.5}, {"kv_recent": 0.0}, {})):

@@ -169,5 +169,5 @@ def test_every_row_is_ours_on_request_or_where_vllms_kernel_cannot_be_kept(
     config = H2OConfig(kv_full_kernel=asked)
     worker = SimpleNamespace(_h2o_config=lambda: config)
     builder = SimpleNamespace(displaced_amx=amx)
-    ours = H2OCPUWorker._serves_every_row(worker, builder)  # type: ignore[arg-type]
+    ours = H2OCPUWorker._serves_every_row(worker, builder)
     assert ours is {"auto": amx and compiled, "vllm": False, "h2o": True}[asked]

@@ -53,7 +53,7 @@ def test_law08_what_never_fits_beside_others_ends_and_holds_nobody_up(
 ) -> None:
     """In a pool that holds bounded prompts only, an unbounded one would wait for ever, and all behind it."""
     default = {"kv_budget": 0.2, "kv_prefill_tokens": 128}
-    rig = Rig(model_dir, 36, beside=beside, ghost=True, kv_min_tokens=16, **default)
+    rig = Rig(model_dir, 36, beside=beside, ghost=True, **default)
     fits = 35 - sum(group.needed(600) for group in rig.scheduler._other_groups)
     rig.add("endless", PROMPT, {"kv_budget": 1.0, "kv_prefill_tokens": 0}, max_tokens=8)
     rig.add(
@@ -70,10 +70,7 @@ def test_law07_a_squeeze_takes_back_what_other_layers_publish_in_its_step(
     model_dir: str, beside: tuple[KVCacheSpec, ...], policy: str
 ) -> None:
     """The step that fills a block also admits a request for which this one is squeezed."""
-    rig = Rig(
-        model_dir, 100, beside=beside, retention=None, ghost=True, kv_min_tokens=16,
-        max_num_batched_tokens=512,
-    )  # fmt: skip
+    rig = Rig(model_dir, 100, beside=beside, retention=None, ghost=True, max_num_batched_tokens=512)
     asked = {"kv_elastic": True, "kv_budget": 0.1, "kv_policy": policy}
     elastic = rig.add("elastic", PROMPT[:300], asked, max_tokens=200)
     while elastic.num_computed_tokens != 300 + 51:
@@ -106,9 +103,8 @@ def test_law05_no_request_finds_what_a_preempted_one_was_to_compute(
     withdrawn = 0
     for free in range(12):
         rig = Rig(
-            model_dir, 200, beside=BESIDE[kind], retention=None, ghost=True, policy="priority",
-            kv_min_tokens=16,
-        )  # fmt: skip
+            model_dir, 200, beside=BESIDE[kind], retention=None, ghost=True, policy="priority"
+        )
         # The step fills two blocks of "low". "high" takes the second one; the first one is left.
         rig.config.scheduler_config.long_prefill_token_threshold = 32
         rig.add("low", PROMPT[:320], asked, max_tokens=4, priority=1)

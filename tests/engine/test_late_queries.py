@@ -17,7 +17,7 @@ PARTED = {"kv_budget": 0.4, "kv_policy": "value+end+key"}
 
 
 def rig_of(model_dir: str, **options: Any) -> Rig:
-    return Rig(model_dir, 60, kv_min_tokens=16, ghost=True, **options)
+    return Rig(model_dir, 60, ghost=True, **options)
 
 
 def chunks(rig: Rig, name: str, prompt: list[int], asked: Any) -> tuple[list[int], list[int]]:

@@ -37,7 +37,7 @@ UNSCORED: list[dict[str, Any]] = [
     {"kv_budget": 0.2, "kv_policy": "predicted"},
     {"kv_budget": 0.5, "kv_policy": "key", "kv_settle_tokens": 256},
 ]
-ASKED: list[dict[str, Any]] = [*(case.values[0] for case in SCORED), *UNSCORED]  # type: ignore[misc]
+ASKED: list[dict[str, Any]] = [*(case.values[0] for case in SCORED), *UNSCORED]
 """Of a mixed batch: all of them."""
 
 

@@ -13,7 +13,7 @@ PROMPT = list(range(1000, 1200))
 
 def test_freed_blocks_serve_others_in_the_same_step(model_dir: str) -> None:
     """A pool that two full requests cannot share is enough for two budgeted ones."""
-    rig = Rig(model_dir, 20, max_num_batched_tokens=256, kv_min_tokens=16)
+    rig = Rig(model_dir, 20, max_num_batched_tokens=256)
     rig.add("a", PROMPT, {"kv_budget": 0.2}, max_tokens=60)
     rig.add("b", PROMPT[::-1], {"kv_budget": 0.2}, max_tokens=60)
     rig.step()
@@ -73,7 +73,7 @@ def test_a_preemption_takes_back_the_eviction_of_the_same_step(model_dir: str) -
     """By priority a request may be preempted that had its turn, and its eviction, in the same step."""
 
     def evictions(num_blocks: int) -> list[tuple[int, tuple[int, ...]]]:
-        rig = Rig(model_dir, num_blocks, policy="priority", kv_min_tokens=16)
+        rig = Rig(model_dir, num_blocks, policy="priority")
         rig.add("low", PROMPT[:150], {"kv_budget": 0.5}, max_tokens=200, priority=1)
         while not rig.tokens["low"]:
             rig.step()
@@ -91,7 +91,7 @@ def test_a_preemption_takes_back_the_eviction_of_the_same_step(model_dir: str) -
 @pytest.mark.parametrize("asked", [None, {"kv_budget": 0.3}], ids=["whole", "budget"])
 def test_nobody_overtakes_one_that_waits(model_dir: str, asked: dict[str, Any] | None) -> None:
     """Each of 50 later requests would fit beside the first, the one that waits does not."""
-    rig = Rig(model_dir, 30, kv_min_tokens=16)
+    rig = Rig(model_dir, 30)
     rig.add("first", PROMPT[:150], max_tokens=60)
     while not rig.tokens["first"]:
         rig.step()

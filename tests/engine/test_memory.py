@@ -47,24 +47,24 @@ def test_vllm_starts_with_the_share_and_not_without(
     monkeypatch.setattr(EvictingWorker, "__init__", vllm_cpu_worker.CPUWorker.__init__)
     config = SimpleNamespace(cache_config=CacheConfig())
     with pytest.raises(ValueError, match="gpu-memory-utilization"):
-        vllm_cpu_worker.CPUWorker(config, 0, 0, "")  # type: ignore[arg-type]
-    H2OCPUWorker(config, 0, 0, "")  # type: ignore[arg-type]
+        vllm_cpu_worker.CPUWorker(config, 0, 0, "")
+    H2OCPUWorker(config, 0, 0, "")
     assert 0 < config.cache_config.gpu_memory_utilization < free.available_memory / (24 * GIB)
     named = SimpleNamespace(cache_config=CacheConfig(gpu_memory_utilization=0.9))
     with pytest.raises(ValueError, match=r"0\.9"):
-        H2OCPUWorker(named, 0, 0, "")  # type: ignore[arg-type]
+        H2OCPUWorker(named, 0, 0, "")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_pool_leaves_room_whatever_the_number_of_ranks(
     free: MemoryNodeInfo, ranks: int
 ) -> None:
-    size = memory.pool_bytes(SimpleNamespace(local_world_size=ranks))  # type: ignore[arg-type]
+    size = memory.pool_bytes(SimpleNamespace(local_world_size=ranks))
     assert size * ranks <= 0.6 * free.available_memory
     assert size * ranks > 0.59 * free.available_memory
     # Less than is free when vLLM looks again.
     free.available_memory //= 2
-    assert memory.pool_bytes(SimpleNamespace(local_world_size=ranks)) < size  # type: ignore[arg-type]
+    assert memory.pool_bytes(SimpleNamespace(local_world_size=ranks)) < size
 
 
 @pytest.mark.parametrize("sizes", [True, False])

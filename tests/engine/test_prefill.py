@@ -22,9 +22,7 @@ def prompt_of(number: int, length: int) -> list[int]:
 def test_law03_a_bounded_prompt_never_holds_more(
     model_dir: str, policy: str, batched_tokens: int, pipelined: bool
 ) -> None:
-    rig = Rig(
-        model_dir, 80, max_num_batched_tokens=batched_tokens, pipelined=pipelined, kv_min_tokens=16
-    )
+    rig = Rig(model_dir, 80, max_num_batched_tokens=batched_tokens, pipelined=pipelined)
     asked = ASKED | {"kv_budget": 0.1, "kv_policy": policy, "kv_protect": 20}
     rig.add("a", prompt_of(0, 700), asked, max_tokens=40)
     pinned = 32
@@ -46,7 +44,7 @@ def test_law03_a_bounded_prompt_never_holds_more(
 
 def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
     """3,000 tokens through a pool of 240; an endless stream but for the model's length."""
-    rig = Rig(model_dir, 16, max_num_batched_tokens=64, kv_min_tokens=16)
+    rig = Rig(model_dir, 16, max_num_batched_tokens=64)
     asked = {"kv_budget_tokens": 96, "kv_prefill_tokens": BOUND}
     rig.add("a", prompt_of(0, 3000), asked, max_tokens=1000)
     rig.run(limit=3000)
@@ -60,7 +58,7 @@ def test_prompt_that_is_larger_than_the_pool_is_served(model_dir: str) -> None:
 
 def test_elastic_request_with_a_prompt_beyond_its_bound_is_lossless_no_more(model_dir: str) -> None:
     """One that stays within it is, though."""
-    rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512)
     asked = ASKED | {"kv_elastic": True}
     rig.add("long", prompt_of(0, 500), asked, max_tokens=20)
     rig.add("short", prompt_of(1, 100), asked, max_tokens=20)
@@ -80,7 +78,7 @@ def test_admission_counts_what_others_are_to_hold(
     model_dir: str, max_tokens: int, together: int
 ) -> None:
     """While their prompts are computed they hold less: whoever came in then would have one begun anew."""
-    rig = Rig(model_dir, 60, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 60, max_num_batched_tokens=512)
     for number in range(12):
         rig.add(f"{number}", prompt_of(number, 1000), ASKED, max_tokens=max_tokens)
     running = 0

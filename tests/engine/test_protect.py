@@ -17,7 +17,7 @@ PROMPT = list(range(1000, 1200))
 )
 def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: bool) -> None:
     """Cached KV has no scores; a policy that needs none reads what its first eviction frees, or up to it."""
-    rig = Rig(model_dir, 100, max_num_batched_tokens=512, pipelined=pipelined, kv_min_tokens=16)
+    rig = Rig(model_dir, 100, max_num_batched_tokens=512, pipelined=pipelined)
     rig.add("full", PROMPT, max_tokens=2)
     rig.run()
     for protect, pinned in ((1, 16), (16, 16), (40, 48), (199, 192), ("prompt", 192)):
@@ -39,7 +39,7 @@ def test_law06_hits_never_pass_the_pin(model_dir: str, policy: str, pipelined: b
 
 def test_law07_a_protected_chat_reads_its_last_turn(model_dir: str) -> None:
     """Each turn's prompt is the last one's, its answer and 20 new tokens; the answer was evicted from."""
-    rig = Rig(model_dir, 200, max_num_batched_tokens=512, kv_min_tokens=16)
+    rig = Rig(model_dir, 200, max_num_batched_tokens=512)
     prompt, cached = PROMPT[:50], []
     for turn in range(4):
         name, asked = f"turn {turn}", {"kv_budget": 0.2, "kv_protect": "prompt"}
@@ -77,7 +77,7 @@ def test_law05_a_preempted_request_reads_what_it_may_and_evicts_as_before(
     """What its first eviction published, and what others know of its answer, it must not read."""
 
     def evictions(*, preempt: bool) -> list[tuple[int, tuple[int, ...]]]:
-        rig = Rig(model_dir, 100, max_num_batched_tokens=512, kv_min_tokens=16)
+        rig = Rig(model_dir, 100, max_num_batched_tokens=512)
         fields = {"kv_budget": 0.2, "kv_protect": 0} | asked
         request = rig.add("one", PROMPT[:length], fields, max_tokens=140)
         while request.num_computed_tokens < length + 100:

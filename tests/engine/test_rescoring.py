@@ -87,7 +87,6 @@ def wanted(rescorer: Rescorer, one: Eviction, compared: Sequence[int]) -> Tensor
     keys, values = tokens_of(rescorer, blocks)
     scores, part = plane_of(rescorer.scores, blocks), rescorer.calibration
     late = scores - plane_of(rescorer.early, blocks)
-    assert part is not None
     fresh = Fresh(
         scores[:, None],
         torch.cat([torch.arange(at, at + BLOCK) for at in one.fresh_starts(BLOCK)]).float()[

@@ -56,7 +56,7 @@ def test_law05_a_scored_prompt_does_not_depend_on_the_batch(
 
 def test_law03_a_scored_prompt_may_be_larger_than_the_pool(model_dir: str) -> None:
     """3,000 tokens through a pool of 240; admission counts what the prompt holds at once."""
-    rig = Rig(model_dir, 16, max_num_batched_tokens=64, kv_min_tokens=16)
+    rig = Rig(model_dir, 16, max_num_batched_tokens=64)
     asked = {"kv_budget_tokens": 96, "kv_delay": 0, "kv_evict_from": 160}
     for name in "ab":
         rig.add(name, list(range(10_000, 13_000)), asked, max_tokens=10)

@@ -40,7 +40,7 @@ class Chatting(Rig):
                         self.reasons.append(one.stop_reason)
             return outputs
 
-        self.scheduler.update_from_output = updating  # type: ignore[method-assign]
+        self.scheduler.update_from_output = updating
 
     def send(self, name: str, tokens: int, *, resumable: bool = True) -> None:
         """A part of a session or, if it is not resumable, its end."""

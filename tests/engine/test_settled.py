@@ -21,17 +21,15 @@ PROMPT = list(range(1000, 1400))
 
 
 def made(model_dir: str, num_blocks: int = 200, **options: Any) -> Rig:
-    return Rig(model_dir, num_blocks, kv_min_tokens=16, ghost=True, **options)
+    return Rig(model_dir, num_blocks, ghost=True, **options)
 
 
 def ask(rig: Rig, name: str, prompt: Any, asked: Any, max_tokens: int = 8) -> Mapping[str, Any]:
     """Run one request, compare its output with that on an empty cache, and forget it."""
     rig.add(name, prompt, asked, max_tokens=max_tokens)
     rig.run()
-    assert rig.ghost is not None
     rig.ghost.outputs.clear()
-    report: Mapping[str, Any] = rig.report(name)
-    return report
+    return rig.report(name)
 
 
 @pytest.mark.parametrize("protect", [0, 40])
@@ -244,7 +242,6 @@ def test_admission_counts_blocks_and_no_null_blocks(model_dir: str) -> None:
     ask(rig, "first", PROMPT, ASKED, max_tokens=20)
     rig.add("second", [*PROMPT, *range(100)], ASKED)
     hit = rig.blocks.settled.lookup("second", 499)
-    assert hit is not None
     blocks, tokens = hit
     live = [block for block in blocks if not block.is_null]
     assert tokens == len(blocks) * 16 > len(live) * 16
@@ -252,7 +249,6 @@ def test_admission_counts_blocks_and_no_null_blocks(model_dir: str) -> None:
         "second", 500, blocks, tokens, tokens, 500, apply_admission_cap=True
     )
     state = rig.blocks.eviction_state("second")
-    assert state is not None
     # The blocks of the hit are free until the request takes them.
     assert asked == math.ceil(state.peak_tokens(500) / 16)
     rig.run()

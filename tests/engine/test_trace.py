@@ -101,7 +101,6 @@ def test_a_trace_is_what_lies_in_the_blocks(
     monkeypatch.setattr(kernels, "load", lambda: module)
     state = state_of_positions()
     recorder = state.recorder
-    assert recorder is not None
     # Otherwise all heads would want the same number of lanes.
     state.scores[:, 3:, 1] *= 1.5
     traced = EvictionParams(0, traced=True, shares_heads=shares)
@@ -158,7 +157,7 @@ def test_what_a_trace_holds_is_what_the_reference_keeps(
 
 @pytest.fixture
 def rig(model_dir: str) -> Rig:
-    return Rig(model_dir, 40, kv_trace=True, kv_min_tokens=16)
+    return Rig(model_dir, 40, kv_trace=True)
 
 
 def test_the_offline_api_refuses_what_cannot_be_traced(

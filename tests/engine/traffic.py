@@ -87,7 +87,6 @@ class Traffic(RuleBasedStateMachine):
             exact=exact,
             stages=1 if drafts or beside else stages,
             ghost=True,
-            kv_min_tokens=16,
             max_num_seqs=8,
             **options,
         )
@@ -225,7 +224,6 @@ class Traffic(RuleBasedStateMachine):
         blocks = self.rig.blocks
         for request in self.rig.scheduler.running:
             state = blocks.eviction_state(request.request_id)
-            assert state is not None
             seen = request.num_computed_tokens
             if isinstance(state, SettlingState):
                 self.check_settling(state, seen, blocks.req_to_blocks[request.request_id])
@@ -286,7 +284,7 @@ class Traffic(RuleBasedStateMachine):
         kept = [True] * schedule.kept + [False] * (segment - schedule.kept)
         assert live[first : first + settled * segment] == kept * settled
         assert all(live[:first]) and all(live[first + settled * segment :])
-        whole = self.rig.reached.get(state.counts.request_id, seen) - schedule.end(settled)  # type: ignore[attr-defined]
+        whole = self.rig.reached.get(state.counts.request_id, seen) - schedule.end(settled)
         assert whole <= schedule.window + segment * size or not state.evicts
         held = first + settled * schedule.kept + -(-max(whole, 0) // size) + 1
         assert sum(live) <= held + self.rig.ahead or not state.evicts
@@ -338,7 +336,6 @@ def first_ranked(state: EvictionState) -> int:
     """The block at which those begin that nobody else may have, counted token by token."""
     if state.policy.needs_scores:
         return state.pinned
-    assert state._begin is not None
     freed = (state.schedule.freed(n, state._evict_from) for n in itertools.count(state._begin))
     first = state.pinned + next(filter(None, freed))
     return min(first, state.end.start) if state.end else first
@@ -346,6 +343,5 @@ def first_ranked(state: EvictionState) -> int:
 
 def first_eviction(state: EvictionState, seen: int) -> int:
     """Tokens a request has computed when its first block goes; all of them if none has gone yet."""
-    assert state._begin is not None
     counts = range(state._begin, seen)
     return next((n for n in counts if state.schedule.freed(n, state._evict_from)), seen)

@@ -203,5 +203,4 @@ def randomise(model: torch.nn.Module, kind: str) -> None:
 def random_prompt(length: int) -> list[int]:
     """As many tokens; the same ones for the same length."""
     generator = torch.Generator().manual_seed(length)
-    tokens: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-    return tokens
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()

@@ -57,8 +57,7 @@ BUDGETS: list[dict[str, Any] | None] = [
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A model, and the kernel for rows without a budget."""
-    pair: tuple[str, str] = request.param
-    return pair
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 """Every Triton kernel against its reference at the sizes it is made for, on a real GPU."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from h2o_vllm.kernels.triton import EVICTING, SCORED, Compaction, DecodeWorkspace
-from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
+from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch, shapes
 from tests.kernels.triton.decode_laws import check_decode, decode, plan, workspace_for
 from tests.kernels.triton.evict_laws import SPECIAL, check_compaction, make_layers
 from tests.kernels.triton.prompt_laws import check_prompt, check_prompt_alone
@@ -20,24 +21,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none"),
 ]
 
-SHAPES = [  # (group, kv heads, head size, block size, layout)
+SHAPES = shapes(
     (1, 8, 64, 16, "NHD"), (3, 3, 64, 32, "HND"), (4, 8, 128, 16, "NHD"), (4, 8, 128, 16, "HND"),
     (7, 4, 128, 16, "NHD"), (8, 8, 128, 128, "HND"), (7, 4, 80, 16, "NHD"), (8, 2, 96, 64, "NHD"),
     (4, 2, 256, 32, "NHD"), (16, 1, 64, 128, "NHD"),
-]  # fmt: skip
-IDS = ["G{}-KH{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+)  # fmt: skip
 LONG = [1, 16, 17, 8191, 0, 300, 2048, 1000, 63, 64, 65, 32000]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
-def test_decode_equals_the_reference(
-    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    batch = make_batch(
-        LONG, group=group, kv_heads=heads, size=size, block_size=block_size, layout=layout,
-        dtype=DTYPES[dtype], strided=True, device="cuda",
-    )  # fmt: skip
+@SHAPES
+def test_decode_equals_the_reference(shape: Any, dtype: str) -> None:
+    batch = make_batch(LONG, dtype=DTYPES[dtype], strided=True, device="cuda", **shape)
     check_decode(batch, workspace_for(batch, spare=None))
 
 
@@ -119,16 +114,11 @@ def _captured(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
-def test_prompt_scores_equal_the_reference(
-    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    check_prompt(
-        make_batch(
-            [1000, 2, 900, 129, 0, 777], [1000, 2, 150, 128, 0, 1], group=group, kv_heads=heads, size=size,
-            block_size=block_size, layout=layout, dtype=DTYPES[dtype], strided=True, device="cuda",
-        )
-    )  # fmt: skip
+@SHAPES
+def test_prompt_scores_equal_the_reference(shape: Any, dtype: str) -> None:
+    lengths, queries = [1000, 2, 900, 129, 0, 777], [1000, 2, 150, 128, 0, 1]
+    options = {"dtype": DTYPES[dtype], "strided": True, "device": "cuda"}
+    check_prompt(make_batch(lengths, queries, **options, **shape))
 
 
 def test_a_prompt_does_not_depend_on_how_it_is_launched() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from h2o_vllm.kernels.triton import Compaction, DecodeWorkspace, LaneTables, attend_decode
-from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch
+from tests.kernels.triton.cases import DTYPES, Batch, bits, make_batch, shapes
 from tests.kernels.triton.decode_laws import check_decode, decode, plan
 from tests.kernels.triton.evict_laws import (
     SPECIAL,
@@ -35,11 +35,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none"),
 ]
 
-SHAPES = [  # (group, kv heads, head size, block size, layout)
+SHAPES = shapes(
     (4, 8, 128, 16, "NHD"), (4, 8, 128, 16, "HND"), (7, 4, 80, 16, "NHD"), (3, 3, 64, 32, "HND"),
     (8, 2, 256, 64, "NHD"),
-]  # fmt: skip
-IDS = ["G{}-KH{}-D{}-BS{}-{}".format(*shape) for shape in SHAPES]
+)  # fmt: skip
 LLAMA: dict[str, Any] = {"group": 4, "kv_heads": 8, "size": 128, "device": DEVICE}
 
 LENGTHS = [8005, 17, 0, 300, 4096, 2049, 1000]
@@ -60,14 +59,9 @@ def check(batch: Batch, lanes: LaneTables, tokens: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
-def test_decode_equals_the_reference(
-    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    batch = make_batch(
-        LENGTHS, group=group, kv_heads=heads, size=size, block_size=block_size, layout=layout,
-        dtype=DTYPES[dtype], strided=True, device=DEVICE,
-    )  # fmt: skip
+@SHAPES
+def test_decode_equals_the_reference(shape: Any, dtype: str) -> None:
+    batch = make_batch(LENGTHS, dtype=DTYPES[dtype], strided=True, device=DEVICE, **shape)
     check(batch, sharing(batch))
 
 
@@ -180,14 +174,10 @@ def test_a_graph_serves_whoever_shares() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "heads", "size", "block_size", "layout"), SHAPES, ids=IDS)
-def test_chunks_equal_the_reference(
-    group: int, heads: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    batch = make_batch(
-        LENGTHS, CHUNKS, group=group, kv_heads=heads, size=size, block_size=block_size, layout=layout,
-        dtype=DTYPES[dtype], strided=True, device=DEVICE,
-    )  # fmt: skip
+@SHAPES
+def test_chunks_equal_the_reference(shape: Any, dtype: str) -> None:
+    options = {"dtype": DTYPES[dtype], "strided": True, "device": DEVICE}
+    batch = make_batch(LENGTHS, CHUNKS, **options, **shape)
     lanes = sharing(batch)
     assert lane_segments(batch, lanes, [0]).partial is not None
     check_lane_chunks(batch, lanes)
@@ -206,7 +196,6 @@ def test_compaction_equals_the_rule(layout: str, dtype: str) -> None:
         DTYPES[dtype], 128, 16, layout, layers=3, blocks=400, kv_heads=8, device=DEVICE
     )
     tables = check_compaction(caches, uneven(scores), [FIRST, LATER], seed=0)
-    assert tables is not None
     assert (tables.offsets[:, FIRST.slot].diff() != len(FIRST.heavy)).any()
     ties = (uneven(scores) * 50).round()
     # Room for two (eviction, layer) pairs in a launch.

@@ -11,6 +11,6 @@ from types import ModuleType
 
 if find_spec("torchvision") is None:
     named = ModuleType("torchvision.transforms.v2")
-    named.functional = ModuleType("torchvision.transforms.v2.functional")  # type: ignore[attr-defined]
+    named.functional = ModuleType("torchvision.transforms.v2.functional")
     # Under its full name: the package itself stays missing.
     modules[named.__name__] = named

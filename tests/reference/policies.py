@@ -307,8 +307,7 @@ def _chunk(module: Any) -> int | None:
     kinds = getattr(module.config, "layer_types", None) or []
     if "chunked_attention" not in kinds[module.layer_idx : module.layer_idx + 1]:
         return None
-    size: int = module.config.attention_chunk_size
-    return size
+    return module.config.attention_chunk_size
 
 
 def _survival(position: int, *, scores: list[float], copied: int) -> tuple[float, bool, int]:

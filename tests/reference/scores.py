@@ -72,7 +72,6 @@ class ReferenceScores:
     def _predicted(self, layer: Layer) -> Tensor:
         """What KVzap expects, [KH, S]."""
         calibration = layer.calibration
-        assert calibration is not None
         pairs = torch.complex(*layer.keys.float().chunk(2, -1)).abs()
         known = torch.cat([pairs, layer.values.float()], 2).permute(1, 0, 2).flatten(1)
         predicted = (known @ calibration[:, :-1].T + calibration[:, -1]).T

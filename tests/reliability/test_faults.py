@@ -21,9 +21,8 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
-@pytest.mark.long
 def test_killed_server_leaves_no_engine_behind(tiny: list[str], log: Path) -> None:
-    """One more server; ``tests/engine/test_parent_watch.py`` checks the same without one."""
+    """The engine watches for its parent's end."""
     with LiveServer(log, *tiny) as server:
         server.wait_until_up()
         streams = [stream for stream in under_load(server) if stream.is_alive()]

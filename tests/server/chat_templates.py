@@ -81,8 +81,8 @@ def rendering(template: Template) -> Any:
     """What :func:`~h2o_vllm.server.system_prefix.system_prefixes` asks; counts how often in ``calls``."""
 
     async def render(kind: str, body: Mapping[str, Any]) -> array[int]:
-        render.calls += 1  # type: ignore[attr-defined]
+        render.calls += 1
         return tokens(template, kind, body)
 
-    render.calls = 0  # type: ignore[attr-defined]
+    render.calls = 0
     return render

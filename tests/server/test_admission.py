@@ -7,82 +7,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.config.keys import END_KEY
 from h2o_vllm.config.options import H2OConfig
-from h2o_vllm.server import admission
 from h2o_vllm.server.admission import HTTPRequest, http_request
 from h2o_vllm.server.protocol import admit
 from h2o_vllm.server.routes import Rule
 from h2o_vllm.server.system_prefix import NO_ROLES, system_prefixes
-from tests.server.admitting import body
+from tests.server.admitting import ask, body, embeddings, ids, serving
 from tests.server.chat_templates import TEMPLATES, rendering, tokens
 
-LENGTH = 1024
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 CHATS = {"messages": MESSAGES}
 PROMPT = tokens(TEMPLATES["chatml"], "chat", CHATS).tolist()
 LATER = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
 SYSTEM_LENGTH = len("<system>Be brief.</><user>")
-
-
-class Client:
-    """An engine client that notes the parameters of each call."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str = ""
-    ) -> AsyncGenerator[Any, None]:
-        self.seen.append(sampling_params.extra_args)
-        yield SimpleNamespace(kv_transfer_params=None)
-
-
-def serving(
-    blocks: int = 1000,
-    engines: int = 1,
-    beside: tuple[OtherGroup, ...] = (),
-    client: Any = None,
-    **options: Any,
-) -> tuple[Any, list[str]]:
-    """A client whose engines have so many blocks together, and the refusals that are counted."""
-    client, refusals = client or Client(), list[str]()
-    engine: Any = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=LENGTH, is_encoder_decoder=False),
-        cache_config=SimpleNamespace(num_gpu_blocks=blocks, block_size=16),
-        num_speculative_tokens=0,
-        speculative_config=None,
-        parallel_config=SimpleNamespace(data_parallel_size=engines),
-    )
-    config = H2OConfig(kv_min_tokens=16, **options)
-    admission.install(client, engine, config, refusals.append, beside)
-    return client, refusals
-
-
-def embeddings(length: int) -> dict[str, Any]:
-    return {"prompt_embeds": torch.zeros(length, 4)}
-
-
-def ids(length: int) -> dict[str, Any]:
-    return {"prompt_token_ids": [7] * length}
-
-
-def ask(
-    client: Any, prompt: Any, max_tokens: int = 8, n: int = 1, stop: Any = None, **fields: Any
-) -> int:
-    """How many outputs came."""
-    params = SamplingParams(max_tokens=max_tokens, n=n, stop=stop, extra_args=fields or None)
-
-    async def outputs() -> int:
-        return len([one async for one in client.generate(prompt, params, "id")])
-
-    return asyncio.run(outputs())
 
 
 @pytest.mark.parametrize("prompt", [ids, embeddings])
@@ -179,10 +122,9 @@ def test_a_prompt_too_long_to_protect_is_refused_whatever_it_is_made_of(prompt: 
     ],
 )
 def test_what_cannot_be_traced_is_refused_before_the_answer_begins(
-    given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], says: str
 ) -> None:
-    monkeypatch.setattr("tests.server.test_admission.LENGTH", 8192)
-    client, _ = serving(kv_trace=True)
+    client, _ = serving(kv_trace=True, length=8192)
     with pytest.raises(VLLMValidationError) as caught:
         ask(client, kv_trace=True, **given)
     assert says in str(caught.value) and caught.value.parameter == "kv_trace"

@@ -23,8 +23,7 @@ async def started(application: H2OApplication) -> str:
 
     await application({"type": "lifespan"}, receive, send)
     assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
-    said: str = sent[0]["message"]
-    return said
+    return sent[0]["message"]
 
 
 @pytest.mark.asyncio

@@ -100,7 +100,7 @@ def test_a_variable_that_is_empty_is_unset(name: str, monkeypatch: pytest.Monkey
     assert str(cpu.load.__wrapped__()) == "h2o_vllm.kernels.cpu.cpp"
     with pytest.raises(AttributeError, match=r"model_config|parallel_config"):
         # Not a complaint about the name of a backend.
-        choose_backend(argparse.Namespace())  # type: ignore[arg-type]
+        choose_backend(argparse.Namespace())
 
 
 PACKAGES = {

@@ -91,8 +91,7 @@ def test_every_engine_evicts_and_says_so_and_both_end_with_the_server(
     def one(i: int) -> int:
         body = {"model": MODEL, "prompt": [1000 + i] * (400 + i), "max_tokens": 8}
         answer = server.post("/v1/completions", body | {"ignore_eos": True, "kv_budget": 0.3})
-        evicted: int = answer.json()["kv_cache"]["tokens_evicted"]
-        return evicted
+        return answer.json()["kv_cache"]["tokens_evicted"]
 
     with LiveServer(tmp_path / "log", *options, environment=binding) as server:
         server.wait_until_ready()

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 import h2o_vllm
 from h2o_vllm.server import engine_death
 from tests.server.conftest import engine_report
-from tests.server.vllm_like import Engine, build, client_of, post, scope_of
+from tests.server.vllm_like import Engine, build, client_of, lifespan, post, scope_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -170,3 +170,17 @@ async def test_start_fails_loudly_on_an_application_that_cannot_be_served(
     assert engine_death.ending.refusal == sent[0]["message"]
     assert broken != "client" or "generate" in sent[0]["message"]
     assert broken != "engine" or "0.2 here and 0.5 there" in sent[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("errored", "told_to_stop", "died"),
+    [(False, False, False), (True, False, True), (True, True, False), (False, True, False)],
+)
+async def test_only_an_engine_that_nobody_stopped_has_died(
+    errored: bool, told_to_stop: bool, died: bool
+) -> None:
+    """What the command makes of it: ``test_short_pool.py``."""
+    engine = Engine()
+    engine.errored = errored
+    await lifespan(build(engine), told_to_stop=told_to_stop)
+    assert engine_death.ending.died is died

@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 def served(key: str | None = None, *, on: bool = True, tokenizer: Any = None) -> FastAPI:
     engine = Engine()
-    engine.get_tokenizer = lambda: tokenizer  # type: ignore[attr-defined]
+    engine.get_tokenizer = lambda: tokenizer
     return build(engine, args=SimpleNamespace(api_key=[key] if key else None, kv_playground=on))
 
 
@@ -102,7 +102,7 @@ async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
     async def told(_: str, args: Any) -> Any:
         return [beside]
 
-    engine.collective_rpc = told  # type: ignore[method-assign]
+    engine.collective_rpc = told
     app = build(engine)
     await lifespan(app)
     limits = (await get(app, "/plugins/h2o/config")).json()["limits"]

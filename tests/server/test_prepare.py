@@ -40,8 +40,7 @@ class TestPrepare:
 
     def test_the_embedded_model_is_calibrated_and_any_other_is_not(self, tmp_path: Path) -> None:
         def calibration(*argv: str) -> str | None:
-            found: str | None = self.prepared(*argv).additional_config["h2o"]["kv_calibration"]
-            return found
+            return self.prepared(*argv).additional_config["h2o"]["kv_calibration"]
 
         assert calibration() == str(default_calibration())
         (tmp_path / "own.h2o").touch()

@@ -67,16 +67,6 @@ def test_no_field_of_vllms_is_taken_for_ours_and_chats_begin_with_what_we_know()
         assert inspect.iscoroutinefunction(getattr(ServingRender, f"render_{kind}_request"))
 
 
-def test_outputs_carry_what_the_tap_takes() -> None:
-    from vllm.outputs import RequestOutput
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    assert "kv_transfer_params" in inspect.signature(RequestOutput).parameters
-    assert "kv_transfer_params" in EngineCoreOutput.__struct_fields__
-    assert inspect.isasyncgenfunction(AsyncLLM.generate)
-
-
 def test_the_logger_of_an_engines_death_has_the_name_we_know() -> None:
     from vllm.v1.engine import async_llm
 

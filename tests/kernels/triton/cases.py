@@ -21,11 +21,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NAN = float("nan")
 
 
-def shapes(*each: tuple[int, int, int, str]) -> pytest.MarkDecorator:
-    """Run a test with each (group, head size, block size, layout)."""
-    names = ("group", "size", "block_size", "layout")
-    ids = ["G{}-D{}-BS{}-{}".format(*shape) for shape in each]
-    return pytest.mark.parametrize(names, each, ids=ids)
+def shapes(*each: tuple[int | str, ...]) -> pytest.MarkDecorator:
+    """Run a test with each (group, KV heads, head size, block size, layout) for :func:`make_batch`."""
+    names = ("group", "kv_heads", "size", "block_size", "layout")
+    found = [dict(zip(names, one, strict=True)) for one in each]
+    ids = ["G{}-KH{}-D{}-BS{}-{}".format(*one) for one in each]
+    return pytest.mark.parametrize("shape", found, ids=ids)
 
 
 @dataclass

@@ -31,7 +31,6 @@ def check_lane_lists(
     workspace = workspace or lane_workspace(batch, len(lanes.pages))
     lanes.keys.fill_(NOWHERE)
     plan(batch, workspace, lanes)
-    assert workspace.head_pieces is not None
     block_size, heads = batch.key_cache.shape[1:3]
     pages, offsets, rows = lanes.pages.tolist(), lanes.offsets.tolist(), lanes.rows.tolist()
     given, plans = batch.block_table.tolist(), workspace.head_pieces.tolist()

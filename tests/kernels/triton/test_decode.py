@@ -2,6 +2,7 @@
 """Decode attention with scores equals the reference; the plan cuts the rows as it promises."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,23 +11,17 @@ from h2o_vllm.kernels.triton.workspace import DecodeWorkspace
 from tests.kernels.triton.cases import DTYPES, bits, exact, lend, make_batch, row_slots, shapes
 from tests.kernels.triton.decode_laws import check_decode, decode, workspace_for
 
-ALL = shapes(  # (group, head size, block size, layout): all groups and sizes that are promised
-    (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (8, 96, 48, "HND"),
-    (4, 256, 528, "NHD"), (32, 64, 128, "NHD"), (1, 128, 128, "HND"),
+ALL = shapes(  # all groups and sizes that are promised
+    (1, 2, 64, 16, "NHD"), (3, 2, 64, 32, "HND"), (4, 2, 128, 16, "NHD"), (7, 2, 80, 16, "NHD"),
+    (8, 2, 96, 48, "HND"), (4, 2, 256, 528, "NHD"), (32, 2, 64, 128, "NHD"), (1, 2, 128, 128, "HND"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @ALL
-def test_decode_equals_the_reference(
-    group: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    check_decode(
-        make_batch(
-            [1, 15, 0, 16, 17, 263, 0], group=group, size=size, block_size=block_size,
-            dtype=DTYPES[dtype], layout=layout, strided=True,
-        )
-    )  # fmt: skip
+def test_decode_equals_the_reference(shape: Any, dtype: str) -> None:
+    lengths = [1, 15, 0, 16, 17, 263, 0]
+    check_decode(make_batch(lengths, dtype=DTYPES[dtype], strided=True, **shape))
 
 
 @pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["q8", "q16"])

@@ -2,11 +2,12 @@
 """Decode attention of rows whose KV heads share slots equals the reference, head by head, in every layer."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.triton.cases import DTYPES, Batch, bits, lend, make_batch
+from tests.kernels.triton.cases import DTYPES, Batch, bits, lend, make_batch, shapes
 from tests.kernels.triton.decode_laws import check_decode, decode, plan
 from tests.kernels.triton.lane_cases import lanes_for
 from tests.kernels.triton.lane_laws import check_lane_lists, lane_workspace
@@ -15,17 +16,10 @@ LENGTHS, HEAVY = [3 * 16 + 1, 9 * 16 + 5, 0, 40, 20 * 16], [1, 6, 0, 0, 13]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "size", "block_size", "layout"),
-    [(2, 1, 16, 16, "NHD"), (3, 3, 16, 16, "HND"), (4, 2, 24, 4, "NHD")],
-)
-def test_decode_equals_the_reference(
-    kv_heads: int, group: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    batch = make_batch(
-        [one // (16 // block_size) for one in LENGTHS], kv_heads=kv_heads, group=group, size=size,
-        block_size=block_size, dtype=DTYPES[dtype], layout=layout, strided=True,
-    )  # fmt: skip
+@shapes((1, 2, 16, 16, "NHD"), (3, 3, 16, 16, "HND"), (2, 4, 24, 4, "NHD"))
+def test_decode_equals_the_reference(shape: Any, dtype: str) -> None:
+    lengths = [one // (16 // shape["block_size"]) for one in LENGTHS]
+    batch = make_batch(lengths, dtype=DTYPES[dtype], strided=True, **shape)
     check_decode(batch, lanes=lanes_for(batch, HEAVY, (1, 0, 0, 0, 3)))
 
 
@@ -83,7 +77,6 @@ def test_pieces_of_heads_are_of_like_length() -> None:
     lanes = lanes_for(batch, [85])
     workspace = lane_workspace(batch, spare=4)
     plan(batch, workspace, lanes)
-    assert workspace.head_pieces is not None
     for layer, pieces in enumerate(workspace.head_pieces.tolist()):
         used = [piece for piece in pieces if piece[0] >= 0]
         assert pieces[: len(used)] == used

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt scores equal the reference's column sums, and log-sum-exps its own."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,23 +14,16 @@ from tests.kernels.triton.prompt_laws import (
     segments_of,
 )
 
-ALL = shapes(  # (group, head size, block size, layout)
-    (1, 64, 16, "NHD"), (3, 64, 32, "HND"), (4, 128, 16, "NHD"), (7, 80, 16, "NHD"), (32, 96, 48, "HND"),
-    (4, 256, 528, "NHD"),
+ALL = shapes(
+    (1, 2, 64, 16, "NHD"), (3, 2, 64, 32, "HND"), (4, 2, 128, 16, "NHD"), (7, 2, 80, 16, "NHD"),
+    (32, 2, 96, 48, "HND"), (4, 2, 256, 528, "NHD"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @ALL
-def test_prompts_equal_the_reference(
-    group: int, size: int, block_size: int, layout: str, dtype: str
-) -> None:
-    check_prompt(
-        make_batch(
-            [70, 2, 100], [40, 2, 13], group=group, size=size, block_size=block_size,
-            dtype=DTYPES[dtype], layout=layout, strided=True,
-        )
-    )  # fmt: skip
+def test_prompts_equal_the_reference(shape: Any, dtype: str) -> None:
+    check_prompt(make_batch([70, 2, 100], [40, 2, 13], dtype=DTYPES[dtype], strided=True, **shape))
 
 
 @pytest.mark.parametrize("query_dtype", [None, torch.bfloat16], ids=["q8", "q16"])

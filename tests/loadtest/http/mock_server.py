@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI-compatible server that generates nothing at a speed one can set, and streams it.
+"""An OpenAI-compatible server that completes by nothing at a speed one can set, and streams it.
 
 The load generator, in a process of its own, is tested against it: what it measures must be what was set here.
 Tokens are words; times are kept against a schedule, so that a late one does not make the next late. It holds
@@ -72,25 +72,22 @@ def mock_server(ttft: float, itl: float, max_running: int = sys.maxsize) -> Iter
         server.shutdown()
 
 
-def count(prompt: Any) -> int:
+def count(prompt: str) -> int:
     """Tokens of a prompt: four characters each."""
-    return max(1, len(prompt if isinstance(prompt, str) else json.dumps(prompt)) // 4)
+    return max(1, len(prompt) // 4)
 
 
 def events(body: dict[str, Any], ttft: float, itl: float) -> Iterator[str]:
-    """Role, tokens, usage and report, each at its time."""
-    tokens, budget, chat = body["max_tokens"], body.get("kv_budget", 1.0), "messages" in body
+    """Tokens, usage and report, each at its time."""
+    tokens, budget = body["max_tokens"], body.get("kv_budget", 1.0)
     due = time.monotonic() + ttft
-    if chat:
-        yield json.dumps({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     for number in range(tokens):
         time.sleep(max(0.0, due - time.monotonic()))
         due += itl
-        word = WORDS[number % len(WORDS)]
-        choice: dict[str, Any] = {"delta": {"content": word}} if chat else {"text": word}
-        choice["finish_reason"] = "length" if number == tokens - 1 else None
+        finish = "length" if number == tokens - 1 else None
+        choice = {"text": WORDS[number % len(WORDS)], "finish_reason": finish}
         yield json.dumps({"choices": [choice]}, ensure_ascii=False)
-    prompt = count(body["messages"] if chat else body["prompt"])
+    prompt = count(body["prompt"])
     # KV of the last token is never computed.
     seen = prompt + tokens - 1
     usage = {"prompt_tokens": prompt, "completion_tokens": tokens}

@@ -8,7 +8,7 @@ from loadtest.http.records import ALL, Record, summarise
 
 def record(label: str = "kv=0.2", at: float = 0.0, **changes: object) -> Record:
     values = {"ttft": 0.5, "latency": 2.5, "gaps_ms": [1000.0, 1000.0], "output_tokens": 3}
-    return Record(label, at, **(values | changes))  # type: ignore[arg-type]
+    return Record(label, at, **(values | changes))
 
 
 def test_speed_of_a_budget_is_its_share_of_the_whole_run() -> None:

@@ -245,7 +245,6 @@ def test_load_generator_reads_what_the_server_sends(server: LiveServer) -> None:
     for record in (evicting, whole):
         assert record.error is None and record.finish == "length"
         assert 340 < record.prompt_tokens < 460 and record.output_tokens == 16
-        assert record.kv_cache is not None
         assert 0 < record.ttft < record.latency
     assert evicting.kv_cache["tokens_held"] < whole.kv_cache["tokens_held"]
 

@@ -60,8 +60,7 @@ class Visit:
         events = [
             line[6:] for line in found.value.text().splitlines() if line.startswith("data: {")
         ]
-        report: dict[str, Any] = json.loads(events[-1])["kv_cache"]
-        return report
+        return json.loads(events[-1])["kv_cache"]
 
     def click(self, button: str, until: str = "#ask:enabled") -> None:
         self.page.click(button)
@@ -79,8 +78,7 @@ class Visit:
     def tokens(self) -> list[tuple[str, float]]:
         """Class and share of each token of the picture."""
         script = "spans => spans.map(span => [span.className, Number(span.dataset.share)])"
-        found: list[tuple[str, float]] = self.page.eval_on_selector_all("#tokens span", script)
-        return found
+        return self.page.eval_on_selector_all("#tokens span", script)
 
     def choose(self, name: str, value: float) -> None:
         script = (

@@ -9,9 +9,10 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,12 +50,6 @@ def _install(version: str, folder: Path) -> None:
     installer = f"{uv} pip install" if uv.exists() else f"{sys.executable} -m pip install"
     install = f"{installer} --no-deps --target {part} triton=={version}"
     script = f". deploy/index.sh && uv_like_pip {sys.executable} && {install}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("bash", "-c", script, cwd=ROOT)
     assert done.returncode == 0, f"triton=={version} is not to be had:\n{done.stdout}{done.stderr}"
     part.rename(folder)

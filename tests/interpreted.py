@@ -7,12 +7,12 @@ may have imported it long before. On a GPU the same code is tested in ``tests/gp
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -35,18 +35,11 @@ def run_interpreted(
     tier = [] if long else ["-m", "not long and not slow", "--every", "29"] if fast else full
     found = [str(first)] if first else []
     found += filter(None, [os.environ.get("PYTHONPATH")])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tier, *paths],
-        env=os.environ
-        | {
-            "TRITON_INTERPRET": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(found),
-        },
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = os.pathsep.join(found)
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", *tier, *paths),
+        cwd=Path(__file__).parents[1], environment=environment,
+    )  # fmt: skip
     print(done.stdout[-6000:])
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,8 +2,9 @@
 """What .ci/run runs in: nothing that an earlier run has left can be found there."""
 
 import os
-import subprocess
 from pathlib import Path
+
+from tests.processes import run
 
 RUN = Path(__file__).parent.parent / ".ci" / "run"
 WARM = {"HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "PYTHONPATH", "WHATEVER_COMES_NEXT"}
@@ -15,9 +16,7 @@ def test_ci_begins_with_nothing_wherever_something_is(tmp_path: Path) -> None:
     folders = dict.fromkeys((*WARM, "HOME", "TMPDIR"), str(tmp_path))
     planted = os.environ | folders | PASSED | {"no_proxy": "intern"}
     planted.pop("UV_CACHE_DIR", None)
-    done = subprocess.run(
-        ["/bin/bash", RUN, "env"], capture_output=True, text=True, check=True, env=planted
-    )
+    done = run("/bin/bash", RUN, "env", env=planted)
     seen = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert seen.keys().isdisjoint(WARM)
     assert str(tmp_path) not in (seen["HOME"], seen["TMPDIR"])

@@ -2,13 +2,12 @@
 """What an import costs. Who may know whom is import-linter's business: see pyproject.toml."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import h2o_vllm
+from tests.processes import python
 
 ROOT = Path(h2o_vllm.__file__).parents[1]
 HEAVY = {"torch", "vllm", "numba", "numpy", "transformers", "fastapi", "pydantic"}
@@ -17,9 +16,7 @@ HEAVY = {"torch", "vllm", "numba", "numpy", "transformers", "fastapi", "pydantic
 def loaded_by(statement: str) -> set[str]:
     """The top-level modules a fresh interpreter holds after ``statement``."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    out = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
-    )
+    out = python("-c", code, cwd=ROOT)
     return {name.partition(".")[0] for name in json.loads(out.stdout.splitlines()[-1])}
 
 

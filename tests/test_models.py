@@ -3,7 +3,6 @@
 
 import errno
 import json
-import os
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from h2o_vllm.models import (
     default_model_dir,
 )
 from h2o_vllm.models.store import prepared
+from tests.processes import python
 
 CONVERT_SLOWLY = """
 import sys, time
@@ -124,9 +124,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, consta
 
 
 def test_command_prints_only_the_directory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "h2o_vllm.models"], capture_output=True, text=True, check=True
-    )
+    done = python("-m", "h2o_vllm.models")
     directory = Path(done.stdout.removesuffix("\n"))
     assert directory.name.startswith(DEFAULT_MODEL_NAME)
     assert (directory / "model.safetensors").stat().st_size > 2e8
@@ -134,13 +132,7 @@ def test_command_prints_only_the_directory() -> None:
 
 def test_command_reports_errors_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "h2o_vllm").write_text("in the way")
-    done = subprocess.run(
-        [sys.executable, "-m", "h2o_vllm.models"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-    )
+    done = python("-m", "h2o_vllm.models", environment={"XDG_CACHE_HOME": str(tmp_path)})
     assert done.returncode == 1
     assert done.stdout == ""
     assert "XDG_CACHE_HOME" in done.stderr

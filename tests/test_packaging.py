@@ -3,7 +3,6 @@
 
 import configparser
 import re
-import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -16,6 +15,7 @@ from packaging.version import Version
 
 import h2o_vllm
 from h2o_vllm.engine.support.check import VERSIONS
+from tests.processes import run
 from tests.wheels import build, copy_project
 
 ROOT = Path(__file__).parent.parent
@@ -55,13 +55,7 @@ def locked(name: str) -> dict[str, Version]:
 
 def tracked_files() -> list[Path]:
     """The files of the project: those git knows or would add; without git, those of our folders."""
-    done = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     if done.returncode == 0:
         return [path for name in done.stdout.splitlines() if (path := ROOT / name).is_file()]
     places = ("h2o_vllm", "deploy", "tests", "loadtest")

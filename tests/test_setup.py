@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What deploy/setup.sh and deploy/index.sh decide, on a copy of them and without installing anything."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,14 +27,8 @@ def bash(
     root: Path, script: str, *, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` after sourcing setup.sh, as the scripts that use it do."""
-    return subprocess.run(
-        ["/bin/bash", "-c", f'set -euo pipefail; . "{root}/deploy/setup.sh"; {script}'],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd or "/",
-        env=os.environ | environment,
-    )
+    script = f'set -euo pipefail; . "{root}/deploy/setup.sh"; {script}'
+    return run("/bin/bash", "-c", script, cwd=cwd or "/", environment=environment)
 
 
 def bare(tmp_path: Path, **programs: str) -> Path:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the package as an installer would, from a copy: a build writes beside its sources."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,9 +22,6 @@ def build(folder: Path, what: str, **environment: str) -> tuple[Path, str]:
     """The ``wheel``, ``editable`` wheel or ``sdist`` of a copy, and what the build said."""
     # As pip would with --no-build-isolation, which needs no pip here.
     code = f"import setuptools.build_meta as b; print(b.build_{what}('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False,
-        env=os.environ | environment,
-    )  # fmt: skip
+    done = python("-c", code, cwd=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1], done.stdout + done.stderr

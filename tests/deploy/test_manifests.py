@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.processes import run
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "h2o-vllm"
@@ -79,7 +81,7 @@ def run_tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[s
     tool = str(beside) if beside.exists() else shutil.which(name)
     if tool is None:
         pytest.skip(f"no {name}: it is in the extra 'test' where there is a build for this machine")
-    return subprocess.run([tool, *arguments], check=False, capture_output=True, text=True)
+    return run(tool, *arguments)
 
 
 def rendered(*values: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from tests.metrics.exposed import exposed_names
+from tests.processes import run
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
@@ -77,7 +77,7 @@ def promtool(*arguments: str | Path) -> None:
     tool = shutil.which("promtool")
     if tool is None:
         pytest.skip("no promtool: .ci/run unpacks it from Debian's package prometheus")
-    done = subprocess.run([tool, *arguments], check=False, capture_output=True, text=True)
+    done = run(tool, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import pydoc_data.topics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ import pytest
 from loadtest.common.tiny_model import make_tiny_model
 from tests.calibration.made import make_calibration
 from tests.engine.run_engine import RESULT_MARK
+from tests.processes import python
 from tests.published import PUBLISHED
 
 if TYPE_CHECKING:
@@ -239,15 +237,10 @@ def run_engine(
         "asked": asked or [None] * len(prompts),
         "params": {"temperature": 0, "ignore_eos": True, "max_tokens": 24} | params,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.run_engine"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
-    )
+    done = python(
+        "-m", "tests.engine.run_engine", input=json.dumps(job), timeout=500,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})},
+    )  # fmt: skip
     # vLLM's processes log to either.
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     # vLLM logs to stdout as well, also while it shuts down.

@@ -3,12 +3,11 @@
 
 import os
 import platform
-import subprocess
-import sys
 
 import pytest
 
 from h2o_vllm.engine.cpu import environment
+from tests.processes import python
 
 OURS = {
     "GOMP_SPINCOUNT": environment.SPINS,
@@ -59,10 +58,7 @@ def test_a_process_started_with_it_keeps_what_is_freed() -> None:
 
     def kept(env: dict[str, str]) -> int:
         """KiB that are resident after 16 MiB and 128 MiB were freed."""
-        done = subprocess.run(
-            [sys.executable, "-c", ALLOCATE], env=env, capture_output=True, text=True, check=True
-        )
-        return int(done.stdout.split()[-1])
+        return int(python("-c", ALLOCATE, env=env).stdout.split()[-1])
 
     plain = {name: value for name, value in variables.items() if name not in environment.MALLOC}
     assert kept(variables) > kept(plain) + (15 << 10)

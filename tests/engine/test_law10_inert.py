@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Law 10: installing the package changes nothing for a plain ``vllm serve``."""
 
-import subprocess
-import sys
 import textwrap
 from importlib.metadata import entry_points
 
 import pytest
 
+from tests.processes import python
+
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = python("-c", textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
 
 

@@ -8,8 +8,6 @@ on GPUs have.
 import importlib
 import os
 import pkgutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from loadtest.common.results import read_rows
 from tests.cuda_triton import ROOT, cuda_triton, cuda_triton_version
 from tests.interpreted import needs_triton, run_interpreted
+from tests.processes import python
 
 pytest.importorskip("triton")
 
@@ -50,12 +49,10 @@ def compiled_with_the_locks_triton(*arguments: str) -> list[dict[str, Any]]:
     """The rows of ``python -m loadtest.kernels.resources``."""
     with tempfile.TemporaryDirectory() as work:
         rows = Path(work) / "rows.jsonl"
-        done = subprocess.run(
-            [sys.executable, "-m", "loadtest.kernels.resources", "--out", str(rows), *arguments],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(cuda_triton()), str(ROOT)]), "TRITON_CACHE_DIR": work},
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        path = os.pathsep.join([str(cuda_triton()), str(ROOT)])
+        environment = {"PYTHONPATH": path, "TRITON_CACHE_DIR": work}
+        command = ("-m", "loadtest.kernels.resources", "--out", rows, *arguments)
+        done = python(*command, cwd=ROOT, environment=environment)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return read_rows(rows)
 

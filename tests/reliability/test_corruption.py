@@ -5,11 +5,11 @@ In a process of its own: it schedules asynchronously on CPU and computes in floa
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.processes import python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -23,13 +23,8 @@ def rows(long: bool) -> list[dict[str, Any]]:
 
 
 def hunt(*options: str, long: bool) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "loadtest.reliability.corruption", *options],
-        capture_output=True,
-        text=True,
-        timeout=7200 if long else 500,
-        check=False,
-    )
+    timeout = 7200 if long else 500
+    done = python("-m", "loadtest.reliability.corruption", *options, timeout=timeout)
     print(done.stdout)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode in (0, 1), done.stderr[-3000:]

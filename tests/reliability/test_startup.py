@@ -5,9 +5,7 @@ What the command line alone can tell is in ``tests/server/test_cli.py``.
 """
 
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,9 @@ from h2o_vllm.config.resolve import resolve_for
 from h2o_vllm.config.settings import OPTIONS
 from h2o_vllm.errors import ConfigError
 from loadtest.common.tiny_model import make_tiny_model
+from tests.processes import python
 
 pytestmark = pytest.mark.slow
-
-SERVE = [sys.executable, "-m", "h2o_vllm.server.cli"]
 
 
 anything = st.one_of(
@@ -54,11 +51,9 @@ def test_any_start_up_value_works_or_is_refused_by_its_flag(values: dict[str, An
 
 def serve(*options: str) -> subprocess.CompletedProcess[str]:
     """A start that has to fail, with what a user would see of it."""
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [*SERVE, "--port", "0", "--enforce-eager", *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
+    environment = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = ("-m", "h2o_vllm.server.cli", "--port", "0", "--enforce-eager", *options)
+    return python(*command, environment=environment, timeout=300)
 
 
 @pytest.mark.parametrize(

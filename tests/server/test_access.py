@@ -53,7 +53,6 @@ async def ask(method: str, path: str, keys: list[str] | None, sent: str | None) 
         return (await client.send(request)).status_code
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("method", "path"), CLOSED)
 async def test_closed_without_the_key(method: str, path: str) -> None:
     for sent in (None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic a", "a"):
@@ -62,7 +61,6 @@ async def test_closed_without_the_key(method: str, path: str) -> None:
         assert await ask(method, path, keys, None) != 401
 
 
-@pytest.mark.asyncio
 async def test_any_of_the_keys_opens_and_health_and_preflights_need_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,7 +91,6 @@ def test_paths_are_cut_as_starlette_cuts_them(root: str) -> None:
         assert route_path({"path": path}) == path
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("root", ROOTS)
 async def test_behind_a_proxy_a_route_that_answers_has_its_key_budgets_and_report(
     root: str,
@@ -118,7 +115,6 @@ async def test_behind_a_proxy_a_route_that_answers_has_its_key_budgets_and_repor
         assert page.status_code == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("root", ROOTS)
 async def test_a_websocket_needs_the_key_as_well(root: str) -> None:
     """vLLM (0.32) looks for ``/v1`` in what is left of the path, and with ``/`` as root path finds none."""

@@ -74,7 +74,6 @@ def test_a_prompt_of_unknown_length_gets_nowhere(fields: dict[str, Any]) -> None
     assert caught.value.parameter == "prompt" and client.seen == []
 
 
-@pytest.mark.asyncio
 async def test_a_session_ends_with_the_part_that_the_engine_refuses() -> None:
     """vLLM would wait for the next part; the scheduler's reason is all that is known here."""
 

@@ -26,7 +26,6 @@ async def started(application: H2OApplication) -> str:
     return sent[0]["message"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -44,7 +43,6 @@ async def test_bad_options_end_the_lifespan(options: tuple[str, ...], why: str) 
         await application({"type": "http"}, receive, receive)
 
 
-@pytest.mark.asyncio
 async def test_a_dependency_that_cannot_be_imported_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,9 +2,6 @@
 """The command line: what is accepted, what is refused and how."""
 
 import argparse
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,9 @@ import pytest
 import h2o_vllm
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server import cli
+from tests.processes import python
 
-COMMAND = [sys.executable, "-m", "h2o_vllm.server.cli"]
-
-
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *argv], capture_output=True, text=True, timeout=120, check=False
-    )
+COMMAND = ("-m", "h2o_vllm.server.cli")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,7 @@ def test_bad_start_up_value_is_one_line_and_exit_code_2(
 
 
 def test_the_command_says_its_version() -> None:
-    result = run("--version")
+    result = python(*COMMAND, "--version")
     assert result.returncode == 0
     assert result.stdout.startswith(f"h2o-serve {h2o_vllm.__version__} (vLLM 0.")
 
@@ -126,10 +118,7 @@ def test_a_dependency_that_cannot_be_imported_is_one_line(
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.9\n")
     (about / "top_level.txt").write_text(package)
-    done = subprocess.run(
-        [*COMMAND, argument], env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = python(*COMMAND, argument, environment={"PYTHONPATH": str(folder)}, timeout=120)
     assert done.returncode == 2
     line = done.stderr.strip().splitlines()[-1]
     assert f"h2o-serve: error: {package} 9.9 cannot be imported beside torch 2." in line

@@ -4,13 +4,13 @@
 import argparse
 import json
 import shlex
-import subprocess
 from typing import Any
 
 import pytest
 
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.greeting import greeting
+from tests.processes import run
 
 
 def lines(address: str = "http://127.0.0.1:8000", **changes: Any) -> list[str]:
@@ -31,14 +31,9 @@ def test_three_lines_say_where_how_to_ask_and_how_to_stop() -> None:
 
 def test_the_request_evicts() -> None:
     """Sent by a shell, its prompt is longer than what is protected, and its answer than the delay."""
-    command = (
-        lines(kv_budget_min=0.3)[1].partition("ask:")[2].replace("curl -s", "printf '%s\\n'", 1)
-    )
-    body = json.loads(
-        subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout.splitlines()[
-            -1
-        ]
-    )
+    command = lines(kv_budget_min=0.3)[1].partition("ask:")[2]
+    said = run("sh", "-c", command.replace("curl -s", "printf '%s\\n'", 1)).stdout
+    body = json.loads(said.splitlines()[-1])
     config = H2OConfig()
     assert len(body["messages"][0]["content"].split()) > 400 and body["kv_budget"] == 0.3
     assert body["max_tokens"] > config.kv_delay

@@ -14,8 +14,6 @@ from h2o_vllm.server import engine_death
 from tests.server.conftest import engine_report
 from tests.server.vllm_like import Engine, build, client_of, lifespan, post, scope_of
 
-pytestmark = pytest.mark.asyncio
-
 
 class Call:
     """One request, driven by hand: what was sent so far can be looked at while it runs."""

@@ -9,9 +9,6 @@ from h2o_vllm.config.options import H2OConfig
 from tests.server.chat_templates import TEMPLATES
 from tests.server.vllm_like import Engine, Rendering, build, post
 
-pytestmark = pytest.mark.asyncio
-
-
 CHAT = [{"role": "user", "content": "Hi"}]
 
 

@@ -3,7 +3,6 @@
 
 import re
 
-import pytest
 from fastapi import FastAPI
 
 from h2o_vllm.config.options import H2OConfig
@@ -50,7 +49,6 @@ def test_bodies_of_the_routes_that_take_them_have_them() -> None:
     assert "kv_budget" not in str(page["paths"]["/tokenize"])
 
 
-@pytest.mark.asyncio
 async def test_the_configuration_says_what_applies_and_what_the_pool_holds() -> None:
     app = build(Engine(), H2OConfig(kv_budget=0.2, kv_settle_tokens=512))
     # A hybrid's: vLLM's own number is that of its smallest group.

@@ -44,7 +44,6 @@ def basic(user_and_password: str) -> str:
     return f"Basic {base64.b64encode(user_and_password.encode()).decode()}"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("name", FILES)
 async def test_every_file_is_served_under_a_policy_that_shuts_everybody_else_out(name: str) -> None:
     answer = await get(served(), f"/h2o/{'' if name == 'index.html' else name}")
@@ -62,7 +61,6 @@ async def test_every_file_is_served_under_a_policy_that_shuts_everybody_else_out
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.asyncio
 async def test_only_files_of_the_page_are_served_and_none_without_the_option() -> None:
     for path in ("/h2o/../access.py", "/h2o/%2e%2e/access.py", "/h2o/static/main.js"):
         assert (await get(served(), path)).status_code == 404
@@ -70,7 +68,6 @@ async def test_only_files_of_the_page_are_served_and_none_without_the_option() -
         assert (await get(served(on=False), path)).status_code == 404
 
 
-@pytest.mark.asyncio
 async def test_the_page_is_behind_the_key_which_a_browser_may_send_as_a_password() -> None:
     app = served("secret")
     for path in ("/h2o/", "/h2o/main.js", "/h2o"):
@@ -89,7 +86,6 @@ async def test_the_page_is_behind_the_key_which_a_browser_may_send_as_a_password
         assert (await get(app, "/h2o/", authorization=sent)).status_code == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("beside", "why"),
     [((), ""), ((OtherGroup(16, 3),), "its model has windows, chunks or states beside full attention")],
@@ -112,7 +108,6 @@ async def test_the_page_hears_why_nothing_settles_where_it_is_always_a_400(
     assert f"must be 0 on this server ({why})" in answer.text or not why
 
 
-@pytest.mark.asyncio
 async def test_a_password_opens_nothing_but_the_page() -> None:
     """A browser sends it along with what another site makes it ask for."""
     headers = {"authorization": basic("user:secret")}
@@ -155,7 +150,6 @@ def test_pieces_make_up_the_text_and_what_is_no_text_is_marked(tokenizer: Any) -
     assert said.startswith("\ufffd") and said.endswith(" and then words")
 
 
-@pytest.mark.asyncio
 async def test_pieces_are_checked_before_anybody_decodes(tokenizer: Any) -> None:
     async with client_of(served(tokenizer=tokenizer)) as client:
 

@@ -3,7 +3,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from h2o_vllm.config.keys import QUIET, START_RECORD
 from h2o_vllm.engine import start_log
 from h2o_vllm.errors import ConfigError
+from tests.processes import python
 
 
 @pytest.fixture
@@ -69,10 +69,7 @@ logging.getLogger("vllm.triton_utils.importing").warning("no CPU backend")
 logging.getLogger("vllm.config").error("an error")
 logging.getLogger("another").warning("of another")
 """
-    environment = os.environ | {QUIET: "1" if quiet else ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    done = python("-c", code, environment={QUIET: "1" if quiet else ""})
     expected = ["an error", "of another"]
     assert done.stderr.splitlines() == (expected if quiet else ["no CPU backend", *expected])
 
@@ -135,6 +132,6 @@ if os.fork() == 0:
 print(resource_tracker._resource_tracker._pid, flush=True)
 leave(7)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 7
     assert not Path(f"/proc/{done.stdout.strip()}").exists()

@@ -9,8 +9,6 @@ import pytest
 from h2o_vllm.server.system_prefix import KINDS, NEEDS, system_prefixes
 from tests.server.chat_templates import TEMPLATES, rendering, tokens
 
-pytestmark = pytest.mark.asyncio
-
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [

@@ -3,9 +3,7 @@
 
 import functools
 import logging
-import os
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from h2o_vllm.errors import ConfigError
 from h2o_vllm.kernels import cpu as kernels
 from h2o_vllm.kernels.cpu import build, reference, toolchain
+from tests.processes import python
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -127,14 +126,9 @@ def test_code_for_other_cpus_equals_the_reference(
     """What no wheel carries a library for; the levels it carries are tested in test_prebuilt.py."""
     if needs not in build.cpu_features():
         pytest.skip(f"this CPU has no {needs}")
-    environment = os.environ | {"CXX": f"g++ {option}", "XDG_CACHE_HOME": str(tmp_path)}
-    told = subprocess.run(
-        [sys.executable, "-c", "from h2o_vllm.kernels import cpu; print(cpu.load('cpp').describe())"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert name in told.stdout
+    environment = {"CXX": f"g++ {option}", "XDG_CACHE_HOME": str(tmp_path)}
+    code = "from h2o_vllm.kernels import cpu; print(cpu.load('cpp').describe())"
+    assert name in python("-c", code, environment=environment).stdout
     tests = Path(__file__).with_name("test_attend.py")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "cpp and not long", str(tests)],
-        env=environment, check=True,
-    )  # fmt: skip
+    done = python("-m", "pytest", "-q", "-k", "cpp and not long", tests, environment=environment)
+    assert done.returncode == 0, done.stdout

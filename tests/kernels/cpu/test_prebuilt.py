@@ -2,16 +2,14 @@
 """A wheel carries libraries; the best one that fits the CPU is loaded, else one is built from source."""
 
 import logging
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from h2o_vllm.kernels.cpu import build, toolchain
+from tests.processes import python
 from tests.wheels import build as build_package
 from tests.wheels import copy_project
 
@@ -131,12 +129,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 def test_the_installed_package_needs_no_compiler(real: Path, tmp_path: Path) -> None:
     code = "from h2o_vllm.kernels import cpu; print(cpu.__file__, cpu.describe())"
-    environment = os.environ | {"PYTHONPATH": str(real), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment | {"PATH": "", "CXX": ""}, check=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(real), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {"PATH": "", "CXX": ""}
+    done = python("-c", code, cwd=tmp_path, environment=environment)
     assert str(real) in done.stdout and "C++ A" in done.stdout
     assert not (tmp_path / "cache" / "h2o_vllm").exists()
 
@@ -156,4 +151,5 @@ from h2o_vllm.kernels.cpu import cpp
 assert {level!r} in cpp._library._name, cpp._library._name
 sys.exit(pytest.main(["-q", "-k", "cpp and not long", {str(tests)!r}]))
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    done = python("-c", code, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

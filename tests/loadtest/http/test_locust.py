@@ -2,9 +2,7 @@
 """Locust itself, in its own process (gevent patches it), against the mock server."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,15 @@ import pytest
 
 from loadtest.http.records import Record, read_runs, summarise
 from tests.loadtest.http.mock_server import mock_server
+from tests.processes import python
 
 ROOT = Path(__file__).parents[3]
 
 
 def locust(url: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "locust", "-f", "loadtest/http/locustfile.py", "--headless"]
-    return subprocess.run(
-        [*command, "--host", url, "--json", *options],
-        check=False,
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["-m", "locust", "-f", "loadtest/http/locustfile.py", "--headless"]
+    command += ["--host", url, "--json", *options]
+    return python(*command, cwd=ROOT, environment=environment, timeout=60)
 
 
 def entries(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

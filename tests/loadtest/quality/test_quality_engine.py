@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality run on a real engine, from the command line, against the model as transformers computes it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +10,7 @@ import pytest
 from loadtest.quality.measures.nll import forced_samples
 from loadtest.quality.rows import Key, Row, latest, read_rows
 from loadtest.quality.sizes import QUICK
+from tests.processes import python
 
 ROOT = Path(__file__).parents[3]
 # Float32: in bfloat16 two right answers differ in the second digit.
@@ -26,11 +24,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.e2e, pytest.mark.long]
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Row]:
     out = tmp_path_factory.mktemp("quality")
-    command = [sys.executable, "-m", "loadtest.quality", *OPTIONS, "--out", str(out)]
     # In a process of its own: an engine changes the one it starts in.
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = python("-m", "loadtest.quality", *OPTIONS, "--out", out, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (path,) = out.glob("*.jsonl")
     assert "| h2o |" in path.with_suffix(".md").read_text()

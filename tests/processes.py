@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that are run to their end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(
+    *command: str | Path, environment: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """What it said, and its exit code, whatever that is.
+
+    Args:
+        environment: what is different in it.
+    """
+    given = {"env": os.environ | (environment or {})} | options
+    return subprocess.run(command, capture_output=True, text=True, check=False, **given)
+
+
+def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """This one, with our environment."""
+    return run(sys.executable, *arguments, **options)

@@ -18,7 +18,7 @@ from tests.engine.scheduling import Rig
 @pytest.fixture(scope="module")
 def rig() -> Rig:
     """400 prompt tokens at a fifth, twice: run to the end."""
-    rig = Rig(str(default_model_dir()), num_blocks=64, metered=True, kv_min_tokens=16)
+    rig = Rig(str(default_model_dir()), num_blocks=64, metered=True)
     rig.add("a", range(400), {"kv_budget": 0.2}, max_tokens=40)
     rig.add("b", range(400), {"kv_budget_tokens": 100}, max_tokens=40)
     rig.add("c", range(40), max_tokens=4)

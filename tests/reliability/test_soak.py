@@ -2,11 +2,11 @@
 """The soak, for half a minute; ``tests/loadtest/reliability/test_trend.py`` checks what it calls flat."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -14,19 +14,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 def test_half_a_minute_of_everything_leaves_no_block_and_no_error(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "loadtest.reliability.soak",
-        "--minutes",
-        "0.4",
-        "--users",
-        "6",
-    ]
+    command = ["-m", "loadtest.reliability.soak", "--minutes", "0.4", "--users", "6"]
     command += ["--out", str(tmp_path), "--name", "soak", "--", "--model", str(tiny_model)]
     # CPUs without AVX-512 emulate bfloat16.
-    command += ["--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = python(*command, "--dtype", "float32", timeout=400)
     print(done.stdout, done.stderr[-3000:])
     about, *rows = map(json.loads, (tmp_path / "soak.jsonl").read_text().splitlines())
     assert not [outcome for outcome in about["outcomes"] if outcome.startswith("error")]

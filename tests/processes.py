@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that are run to their end."""
+"""Programs that are run to their end, and what they come to meanwhile."""
 
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +25,11 @@ def run(
 def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """This one, with our environment."""
     return run(sys.executable, *arguments, **options)
+
+
+def until(condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -5,8 +5,6 @@ import errno
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +19,7 @@ from h2o_vllm.models import (
     default_model_dir,
 )
 from h2o_vllm.models.store import prepared
-from tests.processes import python
+from tests.processes import python, until
 
 CONVERT_SLOWLY = """
 import sys, time
@@ -55,13 +53,6 @@ def start_conversion(
     )
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def write_one_file(target: Path) -> None:
     (target / "weights").write_text("complete")
 
@@ -80,12 +71,12 @@ def test_converts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_two_starts_at_once_convert_once(tmp_path: Path) -> None:
-    log, until = tmp_path / "log", tmp_path / "go-on"
+    log, go_on = tmp_path / "log", tmp_path / "go-on"
     said = [(tmp_path / f"said-{number}").open("w+") for number in range(3)]
-    starts = [start_conversion(tmp_path / "model", log, until, stderr) for stderr in said]
+    starts = [start_conversion(tmp_path / "model", log, go_on, stderr) for stderr in said]
     texts = [Path(stderr.name) for stderr in said]
-    wait_for(lambda: sum("waiting for it" in text.read_text() for text in texts) == 2)
-    until.touch()
+    until(lambda: sum("waiting for it" in text.read_text() for text in texts) == 2)
+    go_on.touch()
     outs = {start.communicate(timeout=300)[0].strip() for start in starts}
     assert outs == {str(tmp_path / "model")}
     assert log.read_text() == "x"
@@ -95,7 +86,7 @@ def test_killed_conversion_is_never_used(tmp_path: Path) -> None:
     directory, log = tmp_path / "model", tmp_path / "log"
     start = start_conversion(directory, log, tmp_path / "never", subprocess.DEVNULL)
     half_written = tmp_path / "model.part" / "first"
-    wait_for(half_written.exists)
+    until(half_written.exists)
     start.kill()
     start.communicate()
     assert not directory.exists()

@@ -16,6 +16,7 @@ import pytest
 
 from loadtest.common.prometheus import read_metrics
 from loadtest.common.servers import H2O_SERVE, Server, free_port
+from tests.processes import until
 from tests.server.live_server import MODEL
 from tests.server.streams import Stream
 
@@ -98,11 +99,11 @@ def test_a_drain_loses_nothing_and_a_kill_what_was_open_there(
     load = threading.Thread(target=clients)
     load.start()
     try:
-        wait_for(lambda: answered(victim) > 2 and answered(other) > 2)
+        until(lambda: answered(victim) > 2 and answered(other) > 2)
         before = len(streams)
         open_there = read_metrics(victim.url)["vllm:num_requests_running"]
         happen(victim, router)
-        wait_for(lambda: answered(victim) > 2)
+        until(lambda: answered(victim) > 2)
     finally:
         over.set()
         load.join()
@@ -116,11 +117,3 @@ def test_a_drain_loses_nothing_and_a_kill_what_was_open_there(
         # Whoever came between the metrics and the kill, too.
         assert len(failed) <= open_there + 2
         assert all(stream.events for stream in failed), "a client was refused"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.1)
-    raise AssertionError("not within five minutes")

@@ -17,6 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.common.servers import H2O_SERVE, SMALL_POOL, START_SECONDS, Server
+from tests.processes import until
 from tests.published import PUBLISHED_OPTIONS
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -87,10 +88,7 @@ class LiveServer(Server):
     def wait_until_ready(self) -> None:
         """Until it has said so, once, whatever the number of its processes."""
         self.wait_until_up()
-        deadline = time.monotonic() + START_SECONDS
-        while "h2o-serve: stop:" not in self.log():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: "h2o-serve: stop:" in self.log(), START_SECONDS)
         assert self.log().count("h2o-serve: ready.") == 1
 
     def is_idle(self) -> None:

@@ -5,13 +5,13 @@ import concurrent.futures
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.processes import until
 from tests.server.live_server import KEY, MODEL, LiveServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,12 +29,8 @@ def starts_an_engine(server: LiveServer) -> bool:
 
 def test_sigterm_while_starting_ends_it_at_once(tmp_path: Path, tiny: list[str]) -> None:
     with LiveServer(tmp_path / "log", *tiny) as server:
-        deadline = time.monotonic() + 300
         # Then vLLM waits for its engine process, where it would swallow a KeyboardInterrupt.
-        while not starts_an_engine(server):
-            assert server.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: starts_an_engine(server))
         assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
         assert server.members_after(seconds=60) == []
         assert "Traceback" not in server.log()

@@ -16,6 +16,7 @@ STOCK_CPU_BLOCK_SIZE = 128
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 """As vLLM's documents have it; four tokens are drafted at most."""
+_DRAFTING = {name: {"speculative_config": NGRAM} for name in ("stock-ngram", "h2o-ngram")}
 
 _FIFTH = {"kv_budget": 0.2}
 _BARE = {**_FIFTH, "kv_protect": 0}
@@ -117,9 +118,7 @@ class CPUSuite(Suite):
     with budgets, with drafts beside them, and with exact requests, verified on our kernel as well."""
     own = ("full-kernel", "h2o", "h2o-ngram", "exact")
     asking = ("h2o", "h2o-ngram", "exact")
-    named: ClassVar = {
-        "stock-ngram": {"speculative_config": NGRAM},
-        "h2o-ngram": {"speculative_config": NGRAM},
+    named: ClassVar = _DRAFTING | {
         "exact": {
             "additional_config": {CONFIG_KEY: {"kv_full_kernel": "h2o", "kv_exact_drafts": 4}}
         },
@@ -218,8 +217,10 @@ class CPUSuite(Suite):
 class CUDASuite(Suite):
     """The workloads of the CPU scaled up, on a 7-8B-shaped model and random tokens."""
 
-    variants = ("stock", "h2o")
+    variants = ("stock", "stock-ngram", "h2o", "h2o-ngram")
     """We change none of vLLM's defaults on GPUs: stock with our flags is stock."""
+    own = asking = ("h2o", "h2o-ngram")
+    named: ClassVar = _DRAFTING
     side_by_side = False
     usual = ("2k-tight", "8k-tight", "2k-mixed", "2k-ample", "2k-idle")
     settings: ClassVar = {
@@ -255,15 +256,16 @@ class CUDASuite(Suite):
                  33, 1024, 1024, (_FIFTH,), "128k", long=(1, 130_000)),
     )  # fmt: skip
 
-    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:  # noqa: ARG002
-        """The same for both variants; blocks of 16 tokens are vLLM's default and ours (``--block-size``)."""
-        return {
+    def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
+        """The same but for drafts; blocks of 16 tokens are vLLM's default and ours (``--block-size``)."""
+        options: dict[str, Any] = {
             "dtype": "bfloat16",
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "max_num_seqs": 256,
             "seed": 0,
-        } | setting.options(16)
+        }
+        return options | setting.options(16) | self.named.get(variant, {})
 
     def text(self, engine: Any, length: int) -> list[int]:
         """Random tokens."""

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -47,6 +48,7 @@ from h2o_vllm.plugin import engine_args, register
 from tests.engine.ghost import ANSWER, GhostWorker
 from tests.engine.ghost_memory import layers_of
 from tests.engine.plan_checks import check_commuting, check_known, check_table
+from tests.engine.store import CONFIG, GhostStore
 from tests.published import PUBLISHED
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -85,7 +87,7 @@ class Rig:
     ``retention``: how often these publish; ``ghost``: play the workers on hashes, and check what each token
     came of; ``drafts``: so many are drafted at most, some of them right; ``ahead``: by a drafter with KV,
     which has as many slots after them; ``exact``: requests may be exact, for which the model drafts into
-    slots that are verified later.
+    slots that are verified later; ``store``: how often one is late, and loses, see ``store.py``.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Rig:
         drafts: int = 0,
         ahead: bool = False,
         exact: bool = False,
+        store: tuple[float, float] | None = None,
         **h2o: Any,
     ) -> None:
         register()
@@ -139,6 +142,7 @@ class Rig:
             ),
             device_config=DeviceConfig("cpu"),
             additional_config=args["additional_config"] | ({METRICS_KEY: True} if metered else {}),
+            kv_transfer_config=KVTransferConfig(**CONFIG) if store else None,
         )
         self.config.cache_config.num_gpu_blocks = num_blocks
         # Set here: vLLM schedules CPUs synchronously, and a rig needs no executor of several processes.
@@ -163,6 +167,13 @@ class Rig:
         )
         self.blocks = self.scheduler.blocks
         self.ghost = GhostWorker(layers_of(groups), num_blocks, block_size) if ghost else None
+        connector: Any = self.scheduler.connector
+        self.transfers = connector if store else None
+        self.store = (
+            GhostStore(self.transfers.scheduler.manager, self.ghost._memory, *store)
+            if self.transfers is not None and store and self.ghost
+            else None
+        )
         self.pipelined = pipelined
         if pipelined and stages > 1:
             # Runner V1 has no asynchronous pipelines.
@@ -230,7 +241,7 @@ class Rig:
         output = self.scheduler.schedule()
         after = sum(r.num_preemptions for r in self.scheduler.requests.values())
         self.preemptions += after - before
-        self.blocks.check_integrity()
+        self.check_books()
         self.evictions.extend(output.h2o.evictions)
         self._check_plan(output)
         if self.ghost is not None:
@@ -242,11 +253,24 @@ class Rig:
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
         )
+        if self.store is not None:
+            result.kv_connector_output = self.store.step(output.kv_connector_metadata)
         self._in_flight.append((output, result))
         while len(self._in_flight) > (self._most_in_flight if ids else 0):
             self._update(*self._in_flight.popleft())
-        self.blocks.check_integrity()
+        self.check_books()
         return output
+
+    def check_books(self) -> None:
+        """Law 2: each block has as many references as owners; what is on its way to a store has one more."""
+        jobs = self.transfers._jobs.items() if self.transfers is not None else ()
+        moving = [(f"job {number}", job.blocks) for number, job in jobs]
+        self.blocks.req_to_blocks.update(moving)
+        try:
+            self.blocks.check_integrity()
+        finally:
+            for name, _ in moving:
+                del self.blocks.req_to_blocks[name]
 
     def _sample(self, name: str, output: SchedulerOutput) -> list[int]:
         request = self.scheduler.requests[name]
@@ -311,7 +335,11 @@ class Rig:
     def run(self, limit: int = 2000) -> int:
         """Step until nothing is left. Returns the number of steps."""
         for count in range(limit):
-            if not self.scheduler.has_unfinished_requests():
+            if not (
+                self.scheduler.has_requests()
+                if self.store
+                else self.scheduler.has_unfinished_requests()
+            ):
                 self.blocks.check_integrity(idle=True)
                 if self.ghost is not None:
                     self.ghost.check()

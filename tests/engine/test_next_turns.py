@@ -180,7 +180,7 @@ def test_a_request_of_another_lineage_or_branch_is_no_next_turn(
     rig, said = crowd(model_dir, LONG, asked)
     rig.add("other", [*said, *range(20)], ASKED | {"kv_protect": 16})
     rig.add("branch", [*said[:common], *range(200)], asked)
-    assert rig.blocks.settled.lookup("branch", 400)[1] == found
+    assert rig.blocks.settled.lookup(rig.blocks.settled.states["branch"], 400)[1] == found
     rig.step()
     assert running(rig) == []
     rig.add("second", [*said, *range(20)], asked)

@@ -103,10 +103,35 @@ def named(architecture: str) -> dict[str, Any]:
     return {"model_config.architectures": [architecture]}
 
 
+STORE = {"kv_transfer_config": SimpleNamespace(kv_connector="H2OConnector")}
+
+
+@pytest.mark.parametrize(
+    ("device", "changes"),
+    [
+        ("cuda", {}),
+        ("cpu", {"cache_config.enable_prefix_caching": False}),
+        ("cpu", {"lora_config": SimpleNamespace()}),
+        ("cpu", {"kv_events_config": SimpleNamespace()}),
+        ("cpu", {"parallel_config.tensor_parallel_size": 2}),
+        ("cpu", {"speculative_config.method": "eagle"}),
+    ],
+)
+def test_law09_a_store_is_refused_where_it_is_not_tested(
+    device: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine(device)
+    for path, value in (STORE | changes).items():
+        changed(config, path, value, monkeypatch)
+    with pytest.raises(ConfigError, match="--kv-transfer-config"):
+        check_supported(config)
+
+
 @pytest.mark.parametrize(
     ("device", "changes"),
     [
         ("cpu", SHARED),
+        ("cpu", STORE),
         ("cpu", {"model_config.uses_mrope": True, "model_config.multimodal_config": MEDIA}),
         ("cpu", named("Lfm2ForCausalLM") | {"compilation_config.custom_ops": ["all", "-rotary_embedding"]}),
         ("cpu", named("FalconH1ForCausalLM") | {"cache_config.enable_prefix_caching": False}),

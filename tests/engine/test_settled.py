@@ -241,7 +241,7 @@ def test_admission_counts_blocks_and_no_null_blocks(model_dir: str) -> None:
     rig = made(model_dir)
     ask(rig, "first", PROMPT, ASKED, max_tokens=20)
     rig.add("second", [*PROMPT, *range(100)], ASKED)
-    hit = rig.blocks.settled.lookup("second", 499)
+    hit = rig.blocks.settled.lookup(rig.blocks.settled.states["second"], 499)
     blocks, tokens = hit
     live = [block for block in blocks if not block.is_null]
     assert tokens == len(blocks) * 16 > len(live) * 16

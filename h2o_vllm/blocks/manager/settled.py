@@ -22,26 +22,15 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockRemoved
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    make_block_hash_with_group_id,
-    maybe_convert_block_hash,
-)
-
 from h2o_vllm.blocks.counts.settling_state import SettlingState
+from h2o_vllm.blocks.manager.prefix_cache import MARK, Block, Find, Key, PrefixCache
 from h2o_vllm.blocks.manager.retained_answers import RetainedAnswers
 from h2o_vllm.blocks.plan import Eviction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from collections.abc import Iterable, Iterator
 
     from h2o_vllm.blocks.manager.squeezing import EvictingManager
-
-MARK = b"settled:"
-"""How our keys end: eight bytes, as events may have the last eight of a key alone."""
 
 MOST_MOVED = 2048
 """Blocks that are moved in a step so that they are lost last: 1 ms."""
@@ -54,9 +43,10 @@ class SettledBlocks:
         self._manager = manager
         self._pool = manager.block_pool
         self._size = manager.block_size
+        self.cache = PrefixCache(manager)
         self.states: dict[str, SettlingState] = {}
         """The requests whose segments settle, from their arrival to their end."""
-        self._held: dict[str, list[KVCacheBlock]] = {}
+        self._held: dict[str, list[Block]] = {}
         self._computing: list[SettlingState] = []
         """Requests in the midst of their prompts that may be waited for."""
         self.answers = RetainedAnswers()
@@ -65,7 +55,7 @@ class SettledBlocks:
         """Note a new request. It may be the next turn of one that has just ended."""
         self.states[request_id] = state
         if self.answers.any_retained and not state.counts.skip_reading_prefix_cache:
-            hit, tokens = self._lookup(state, state.prompt_tokens - 1)
+            hit, tokens = self.lookup(state, state.prompt_tokens - 1)
             # What a template puts behind a prompt, such as a begun thought, may not come again.
             self.answers.on_request(request_id, hit, tokens + 2 * self._size)
 
@@ -98,7 +88,7 @@ class SettledBlocks:
             takes = -(-state.peak_tokens(state.counts.num_tokens) // self._size)
             takes += self._manager.reserved_blocks(request_id)
             if not state.counts.skip_reading_prefix_cache:
-                found, _ = self._lookup(state, state.counts.num_tokens - 1)
+                found, _ = self.lookup(state, state.counts.num_tokens - 1)
                 takes -= sum(block.ref_cnt > 0 and not block.is_null for block in found)
             return self._pool.get_num_free_blocks() + self.held_blocks - takes
 
@@ -142,35 +132,30 @@ class SettledBlocks:
         self._computing.append(state)
         return False
 
-    def lookup(self, request_id: str, most: int) -> tuple[list[KVCacheBlock], int] | None:
-        """Look up the blocks of at most the first ``most`` tokens.
+    def lookup(self, state: SettlingState, most: int, *elsewhere: Find) -> tuple[list[Block], int]:
+        """Look up the blocks of at most the first ``most`` tokens, also ``elsewhere``.
 
         A hit never ends where a segment is due: it ends before that point, or includes the settled segment.
 
         Returns:
-            The blocks, null blocks included, and the number of tokens that they stand for. ``None``: no
-            segment of the request settles, so vLLM's own look-up serves it.
+            The blocks, null blocks included, and the number of tokens that they stand for.
         """
-        state = self.states.get(request_id)
-        return None if state is None else self._lookup(state, most)
-
-    def _lookup(self, state: SettlingState, most: int) -> tuple[list[KVCacheBlock], int]:
         schedule, size = state.schedule, self._size
         limit, pinned = most // size, schedule.pin // size
-        found = self._match_raw_run(state, 0, min(pinned, limit))
+        found = self.cache.match_run(self._raw_keys(state, 0, min(pinned, limit)), *elsewhere)
         if len(found) < pinned:
             return found, len(found) * size
-        segments: list[list[KVCacheBlock]] = []
+        segments: list[list[Block]] = []
         for number in range(1, schedule.settled(limit * size) + 1):
-            if (segment := self._match_segment(state, number)) is None:
+            segment = self.cache.match_all(self._segment_keys(state, number), *elsewhere)
+            if segment is None:
                 break
             segments.append(segment)
         holes = [self._pool.null_block] * schedule.given_back
         for settled in range(len(segments), -1, -1):
             first = schedule.end(settled) // size
-            run = self._match_raw_run(
-                state, first, min(limit, schedule.due(settled + 1) // size - 1)
-            )
+            stop = min(limit, schedule.due(settled + 1) // size - 1)
+            run = self.cache.match_run(self._raw_keys(state, first, stop), *elsewhere)
             reached = (first + len(run)) * size
             if not settled or reached >= schedule.due(settled):
                 for segment in segments[:settled]:
@@ -194,7 +179,9 @@ class SettledBlocks:
         table = self._manager.req_to_blocks[request_id]
         raw = table[span]
         doomed: tuple[int, ...] = ()
-        into = self._match_segment(state, number)
+        # Blocks of two settlings are not joined: where scores are equal, they may keep different tokens.
+        keys = self._segment_keys(state, number)
+        into = self.cache.match_all(keys)
         if into is not None:
             pool.touch(into)
         elif pool.get_num_free_blocks() < kept:
@@ -203,7 +190,9 @@ class SettledBlocks:
             doomed = _ids(raw)
             # Taken before the segment's own blocks are freed: a block that is read must not be written.
             into = pool.get_new_blocks(kept)
-            self._publish_segment(state, number, into)
+            end = schedule.end(number)
+            # Without a prefix cache there are no keys.
+            self.cache.replace([(key, block, end) for key, block in zip(keys, into, strict=False)])
         table[span] = [*into, *[pool.null_block] * schedule.given_back]
         if self._manager.enable_caching and schedule.due(number) > state.prompt_tokens:
             in_prompt = max(0, state.prompt_tokens // self._size - first)
@@ -240,7 +229,7 @@ class SettledBlocks:
             self.release_held(next(iter(self._held)))
         return True
 
-    def held(self) -> Iterable[tuple[str, list[KVCacheBlock]]]:
+    def held(self) -> Iterable[tuple[str, list[Block]]]:
         """Each request for which blocks are held, and the blocks."""
         return self._held.items()
 
@@ -257,72 +246,40 @@ class SettledBlocks:
         cached = self._manager.num_cached_block
         begin = max(cached.get(request_id, 0), state.schedule.stock_until // self._size)
         table, end = self._manager.req_to_blocks[request_id], computed // self._size
-        for index in range(begin, end):
-            self._insert(self._raw_key(state, index), table[index], index)
+        keys = self._raw_keys(state, begin, end)
+        self.cache.publish(
+            (key, table[index], (index + 1) * self._size) for index, key in enumerate(keys, begin)
+        )
         if begin < end:
             cached[request_id] = end
 
-    def drop_events(self) -> None:
-        """Take the removals of blocks under our keys out of vLLM's events: they were never announced."""
-        queue = self._pool.kv_event_queue
-        queue[:] = [one for one in queue if not (isinstance(one, BlockRemoved) and _is_ours(one))]
+    def published(self, request_id: str) -> list[list[Block]]:
+        """The blocks of a request, and those held for it, that others find; those of a segment together."""
+        table, state = self._manager.req_to_blocks.get(request_id, []), self.states.get(request_id)
+        first, stop, groups = 0, 0, []
+        if state is not None:
+            schedule = state.schedule
+            first, step = schedule.pin // self._size, schedule.segment // self._size
+            stop = first + state.settled * step
+            groups = [table[at : at + schedule.kept] for at in range(first, stop, step)]
+        others = (*table[:first], *table[stop:], *self._held.get(request_id, ()))
+        groups += [[block] for block in others]
+        return [group for group in groups if all(block.block_hash for block in group)]
 
-    def _match_raw_run(self, state: SettlingState, first: int, stop: int) -> list[KVCacheBlock]:
-        """The cached unsettled blocks at table indices ``first`` to ``stop - 1``, up to the first miss."""
-        found: list[KVCacheBlock] = []
-        for index in range(first, stop):
-            block = self._cached_block(self._raw_key(state, index))
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def _match_segment(self, state: SettlingState, number: int) -> list[KVCacheBlock] | None:
-        """All blocks of a settled segment, or ``None``: blocks of two settlings must not be joined."""
+    def _segment_keys(self, state: SettlingState, number: int) -> list[Key]:
         if not self._manager.enable_caching:
-            return None
-        blocks = [self._cached_block(key) for key in self._segment_keys(state, number)]
-        whole = [block for block in blocks if block is not None]
-        return whole if len(whole) == len(blocks) else None
-
-    def _publish_segment(self, state: SettlingState, number: int, into: list[KVCacheBlock]) -> None:
-        if not self._manager.enable_caching:
-            return
-        keys = self._segment_keys(state, number)
-        # Blocks of an earlier settling. Where scores are equal, it may have kept other tokens.
-        left = [block for block in map(self._cached_block, keys) if block is not None]
-        self._pool.evict_blocks({block.block_id for block in left})
-        for key, block in zip(keys, into, strict=True):
-            self._insert(key, block, state.schedule.end(number) // self._size - 1)
-
-    def _segment_keys(self, state: SettlingState, number: int) -> list[BlockHash]:
+            return []
         end = state.counts.block_hashes[state.schedule.end(number) // self._size - 1]
-        return [_key(end, state.lineage, b"s%d" % place) for place in range(state.schedule.kept)]
+        return [self._key(end, state, b"s%d" % place) for place in range(state.schedule.kept)]
 
-    def _raw_key(self, state: SettlingState, index: int) -> BlockHash:
-        plain = state.counts.block_hashes[index]
-        if (index + 1) * self._size <= state.schedule.stock_until:
-            return BlockHash(plain)
-        return _key(plain, state.lineage, b"r")
+    def _raw_keys(self, state: SettlingState, first: int, stop: int) -> Iterator[Key]:
+        for index in range(first, stop):
+            plain = state.counts.block_hashes[index]
+            stock = (index + 1) * self._size <= state.schedule.stock_until
+            yield self.cache.key(plain) if stock else self._key(plain, state, b"r")
 
-    def _cached_block(self, key: BlockHash) -> KVCacheBlock | None:
-        blocks = self._pool.get_cached_block(key, [self._manager.kv_cache_group_id])
-        return blocks[0] if blocks else None
-
-    def _insert(self, key: BlockHash, block: KVCacheBlock, index: int) -> None:
-        full_key = make_block_hash_with_group_id(key, self._manager.kv_cache_group_id)
-        block.set_block_hash(full_key, num_tokens=(index + 1) * self._size)
-        self._pool.cached_block_hash_to_block.insert(full_key, block)
-
-
-def _key(plain: bytes, lineage: bytes, kind: bytes) -> BlockHash:
-    return BlockHash(hashlib.sha256(plain + lineage + kind).digest() + MARK)
-
-
-def _is_ours(removed: BlockRemoved) -> bool:
-    (key,) = removed.block_hashes
-    mark = maybe_convert_block_hash(BlockHash(MARK))
-    return key == mark or (isinstance(key, bytes) and key.endswith(MARK))
+    def _key(self, plain: bytes, state: SettlingState, kind: bytes) -> Key:
+        return self.cache.key(hashlib.sha256(plain + state.lineage + kind).digest() + MARK)
 
 
 def _ids(blocks: Iterable[Any]) -> tuple[int, ...]:

@@ -65,6 +65,8 @@ class H2OScheduler(LimitingScheduler):
             others=self._other_managers(),
             turn_seconds=self.h2o_config.kv_turn_seconds,
         )
+        if (connector := self.connector) is not None:
+            connector.serve(self.blocks)
         self._other_groups = other_groups(self.kv_cache_config, self.vllm_config)
         for asked, name, reason in (
             (
@@ -72,6 +74,7 @@ class H2OScheduler(LimitingScheduler):
                 "--kv-settle-tokens",
                 "what they hold is not found by the keys of what has settled",
             ),
+            (self.connector, "--kv-transfer-config", "their blocks are not stored"),
             (self.use_pp, "--pipeline-parallel-size above 1", "not tested with evictions"),
             (self.h2o_config.exact_drafts, "--kv-exact", "drafts would not know them"),
         ):
@@ -158,10 +161,11 @@ class H2OScheduler(LimitingScheduler):
         self, request: Request, *longest: int | None
     ) -> tuple[Sequence[KVCacheBlock], int] | None:
         """Look up settled segments, and blocks computed after them, by the keys of the request's lineage."""
-        if not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+        state = self.blocks.settled.states.get(request.request_id)
+        if state is None or not self.kv_cache_manager.prefix_cache_lookup_enabled(request):
             return None
         limits = [one for one in (request.num_tokens - 1, *longest) if one is not None]
-        return self.blocks.settled.lookup(request.request_id, min(limits))
+        return self.blocks.settled.lookup(state, min(limits))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As the base class; the output carries our :class:`~h2o_vllm.blocks.plan.StepPlan`."""
@@ -202,7 +206,7 @@ class H2OScheduler(LimitingScheduler):
         self._count_drafts(scheduler_output, model_runner_output)
         if self.enable_kv_cache_events:
             # The base class publishes them.
-            self.blocks.settled.drop_events()
+            self.blocks.settled.cache.drop_events()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._rejections.put_outputs(outputs)
         self._collect_reports()

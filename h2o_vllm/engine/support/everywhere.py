@@ -73,6 +73,17 @@ def _where_kv_is_shared(
     )
 
 
+def _moves_kv(config: VllmConfig) -> bool:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    return transfer is not None and not (
+        transfer.kv_connector == "H2OConnector"
+        and config.device_config.device_type == "cpu"
+        and parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
+        and config.cache_config.enable_prefix_caching
+        and not (config.lora_config or config.kv_events_config or drafter_has_kv(config))
+    )
+
+
 ROWS = (
     Refusal(
         f"additional_config without the key {CONFIG_KEY!r}",
@@ -107,10 +118,11 @@ ROWS = (
         value=lambda config: config.parallel_config.worker_cls,
     ),
     Refusal(
-        "--kv-transfer-config and --kv-offloading-size",
-        "a connector moves KV by position, and evictions change what a block holds",
-        lambda config: config.kv_transfer_config is not None,
-        {"kv_transfer_config": SimpleNamespace()},
+        "--kv-offloading-size, and --kv-transfer-config, except H2OConnector on CPUs, in one worker, without "
+        "--no-enable-prefix-caching, --enable-lora, KV cache events and drafters with KV of their own",
+        "connectors move KV by position, and evictions change blocks; the rest is not tested",
+        _moves_kv,
+        {"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")},
         "Leave the options out, or serve with: vllm serve",
     ),
     Refusal(

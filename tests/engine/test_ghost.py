@@ -121,3 +121,12 @@ def test_law05_no_request_finds_what_a_preempted_one_was_to_compute(
         rig.add("reader", PROMPT[:330], asked, max_tokens=4)
         rig.run()
     assert withdrawn
+
+
+def test_law05_a_request_with_a_protected_end_is_compared_with_itself(model_dir: str) -> None:
+    """A prompt that ends inside a block: its end is rounded once, in both runs."""
+    rig = Rig(model_dir, 60, ghost=True, kv_min_tokens=16)
+    asked = {"kv_budget": 0.82, "kv_policy": "random", "kv_protect": "ends"}
+    rig.add("one", range(2000, 2200), asked, max_tokens=146)
+    rig.run()
+    assert rig.evictions

@@ -12,9 +12,6 @@ REPORT_KEY = "h2o"
 """Key of our reports inside an output's ``kv_transfer_params``: choice index -> report; see
 :mod:`h2o_vllm.blocks.counts.report`."""
 
-END_KEY = "h2o_prompt_end"
-"""Key of a request's ``extra_args`` that our server sets: tokens from the last message of the user on."""
-
 QUIET = "H2O_QUIET"
 """Environment variable that ``h2o-serve`` sets if the user asks for no log level; see
 :mod:`h2o_vllm.engine.start_log`."""

@@ -179,7 +179,7 @@ class H2OConfig(Settings):
             "kv_settle_tokens": settle,
         }
         if settle:
-            if values["kv_protect"] == "short":
+            if values["kv_protect"] == "ends":
                 # Segments are found again only after the same protected tokens; the prompt of a chat grows.
                 values["kv_protect"] = 0
             for name in values:
@@ -219,6 +219,6 @@ class H2OConfig(Settings):
 
     @property
     def short_prompt(self) -> int:
-        """Most tokens of a prompt that ``kv_protect`` ``"short"`` or ``"ends"`` protects whole."""
+        """Most tokens of a prompt that ``kv_protect`` ``"ends"`` protects whole."""
         short = SHORT_PROMPT * self.kv_min_tokens
         return short if self.protect_limit is None else min(short, self.protect_limit)

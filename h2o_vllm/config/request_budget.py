@@ -20,8 +20,8 @@ class RequestBudget:
         policy: chooses which of the other tokens to keep.
         protect: number of first tokens that are neither ranked nor evicted; the budget applies to the others.
             One of :data:`~h2o_vllm.config.request_fields.PROTECT_WORDS` until the prompt is known.
-        end: number of the prompt's last tokens that are protected as well; the least is taken of what the
-            server found, what is allowed, and what :func:`.schedule.protected_end` makes whole blocks of.
+        end: number of the prompt's last tokens that are protected within the budget; what is allowed, and
+            then what :func:`.schedule.protected_end` makes whole blocks of.
         end_from: position of the first of them.
         delay: number of generated tokens before the first eviction.
         elastic: whether all tokens are kept until memory is short; the budget is then the floor.

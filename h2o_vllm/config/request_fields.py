@@ -8,9 +8,9 @@ ROLE_WORDS = ("system", "task")
 """Values of ``kv_protect`` for chats: the system messages and tool definitions; or these and the first user
 message. Only a server knows roles; it replaces the word by a number."""
 
-PROTECT_WORDS = ("prompt", *ROLE_WORDS, "short", "ends")
-"""Values of ``kv_protect`` other than a number: the whole prompt; a part by roles; the whole prompt if it has
-at most :data:`SHORT_PROMPT` times the floor, otherwise nothing, or (``ends``) its first block and its end."""
+PROTECT_WORDS = ("prompt", *ROLE_WORDS, "ends")
+"""Values of ``kv_protect`` other than a number: the whole prompt; a part by roles; or its first block
+and its end, which is the whole prompt if it has at most :data:`SHORT_PROMPT` times the floor."""
 
 SHORT_PROMPT = 4
 """Longest short prompt, in multiples of ``--kv-min-tokens``: 512 tokens by default."""

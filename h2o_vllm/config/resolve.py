@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from h2o_vllm.config.keys import END_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.config.request_fields import EXACT_SHARE, ROLE_WORDS
@@ -45,10 +44,8 @@ def resolve(config: H2OConfig, asked: Mapping[str, Any] | None) -> RequestBudget
         accepted = "0 where the server's budget is --kv-budget-tokens, unless kv_budget is given"
         raise BudgetError("kv_settle_tokens", settle, accepted)
     elastic, evict_from = _begin(config, given, default=settings["kv_elastic"])
-    end = asked.get(END_KEY) if asked else 0
     values |= {
         "policy": policy,
-        "end": end if isinstance(end, int) and end > 0 else 0,
         "recent_of_answers": (
             values["recent"]
             if settle or "kv_recent" in given
@@ -116,18 +113,17 @@ def for_prompt(
             accepted = f"at most {limit} tokens here (the prompt has {prompt_tokens})"
             raise BudgetError("kv_protect", protect, accepted)
         protect = prompt_tokens if limit is None else limit
-    elif protect in ("short", "ends"):
+    elif protect == "ends":
         # Segments are found again only after the same protected tokens, and the prompt of a chat grows.
         matters = budget.evicts and not budget.settle
         short = config.short_prompt
-        if matters and protect == "ends" and prompt_tokens > short:
+        protect = prompt_tokens if matters else 0
+        if protect > short:
             protect = min(1, short)
-            end = min(budget.end or short, short - protect)
-        else:
-            protect = prompt_tokens if matters and prompt_tokens <= short else 0
+            end = short - protect
     elif protect in ROLE_WORDS:
         if named:
-            accepted = "a number, 'prompt' or 'short' here: only a chat on a server has roles"
+            accepted = "a number, 'prompt' or 'ends' here: only a chat on a server has roles"
             raise BudgetError("kv_protect", protect, accepted)
         protect = 0
     protect = min(int(protect), prompt_tokens)

@@ -124,10 +124,10 @@ class Settings(EngineLimits):
     kv_protect: int | str | None = setting(
         None,
         "First tokens that are never evicted and do not count in the budget: a number; the whole prompt; a "
-        "chat's system messages; these and the first user message (task); the prompt if it is short; or, if "
-        "it is not, its first block and its end (ends), where a question stands. Default: set by the "
-        "policy, usually short.",
-        per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|short|ends", attribute="protect",
+        "chat's system messages; these and the first user message (task); or the first block and, "
+        "within the budget, the prompt's end, where a question stands (ends). Default: set by the policy, "
+        "usually ends.",
+        per_request=True, words=PROTECT_WORDS, metavar="N|prompt|system|task|ends", attribute="protect",
         says_how=True, excluding=("ends",),
         excludes={"kv_settle_tokens": "segments settle wherever the prompt ends"},
     )  # fmt: skip

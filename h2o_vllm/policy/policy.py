@@ -195,7 +195,7 @@ class Policy:
     @property
     def protect(self) -> str:
         """``kv_protect``, by default."""
-        return "prompt" if any(rank.protects_prompt for rank in self.ranks) else "short"
+        return "prompt" if any(rank.protects_prompt for rank in self.ranks) else "ends"
 
 
 def joinable_ranks(*, calibrated: bool, scored: bool = True) -> tuple[str, ...]:

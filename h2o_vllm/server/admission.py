@@ -22,7 +22,7 @@ from vllm.renderers.inputs.preprocess import extract_prompt_components
 from h2o_vllm.blocks.counts.schedule import OtherGroup
 from h2o_vllm.blocks.counts.settling import schedule_of
 from h2o_vllm.blocks.counts.trace import check_traceable
-from h2o_vllm.config.keys import CONFIG_KEY, END_KEY, REPORT_KEY
+from h2o_vllm.config.keys import CONFIG_KEY, REPORT_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import ROLE_WORDS
 from h2o_vllm.config.resolve import for_prompt, resolve
@@ -30,7 +30,7 @@ from h2o_vllm.engine.support.drafts import drafts_of_step
 from h2o_vllm.errors import BudgetError, ConfigError
 from h2o_vllm.server.protocol import Admission
 from h2o_vllm.server.report import Reports
-from h2o_vllm.server.system_prefix import NO_ROLES, NOT_LAST, SystemPrefix
+from h2o_vllm.server.system_prefix import NO_ROLES, SystemPrefix
 
 PROTECT, TRACE = "kv_protect", "kv_trace"
 
@@ -42,7 +42,7 @@ class HTTPRequest:
     Attributes:
         reports: the engine's reports.
         admitted: what its body asks for; ``None`` until it is read.
-        system: the protected beginning of each chat, or its end, if ``kv_protect`` is a role word or "ends".
+        system: the protected beginning of each chat, if ``kv_protect`` is a role word.
     """
 
     reports: Reports = field(default_factory=Reports)
@@ -169,9 +169,6 @@ class AdmissionChecks:
                 number = self._protected(request, admitted, tokens)
                 params.extra_args = {**(params.extra_args or {}), PROTECT: number}
                 budget = replace(budget, protect=number)
-            elif end := self._end(request, admitted, tokens):
-                params.extra_args = {**(params.extra_args or {}), END_KEY: end}
-                budget = replace(budget, end=end)
         budget = for_prompt(self._config, budget, length, named=named)
         if budget.trace:
             self._check_trace(params, tokens)
@@ -200,20 +197,6 @@ class AdmissionChecks:
                 raise BudgetError(PROTECT, word, accepted)
         number = 0 if tokens is None else prefix.length_in(tokens)
         return number if limit is None else min(number, limit)
-
-    def _end(self, request: HTTPRequest, admitted: Admission, tokens: list[int] | None) -> int:
-        """Number of last tokens from the last message of the user on; 0: not known.
-
-        Raises:
-            BudgetError: the request itself names ``"ends"``, its chat is that long, and there is none.
-        """
-        if not request.system or tokens is None:
-            return 0
-        part = request.next_system()
-        end = part.length_at_end(tokens)
-        if not end and admitted.names_protect and len(tokens) > self._config.short_prompt:
-            raise replace(part, failure=part.failure or NOT_LAST).error("ends")
-        return end
 
     def _measured(self, prompt: Any) -> tuple[list[int] | None, int]:
         """Token ids of a prompt (``None`` for embeddings) and its length."""

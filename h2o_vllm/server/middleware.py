@@ -195,7 +195,7 @@ class HTTPExchange:
         if admitted.request is None or admitted.budget is None:
             return admitted.body
         word = admitted.budget.protect
-        if word in (*ROLE_WORDS, "ends") and admitted.budget.evicts and admitted.reported:
+        if word in ROLE_WORDS and admitted.budget.evicts and admitted.reported:
             render = self.server.render
             system = await system_prefixes(render, path, admitted.request, str(word))
             self.request.system = system

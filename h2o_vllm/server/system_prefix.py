@@ -5,9 +5,6 @@ With ``kv_protect`` ``"task"`` the user's first message belongs to it as well. C
 part is not searched for in a prompt: vLLM renders it in front of two different messages, and the common
 beginning of the two prompts is the part. A request protects the beginning that its prompt has in common with
 it, so a clock in the template ends the protection at the first digit that has changed.
-
-With ``"ends"`` the part is the last message of the user and what follows it, rendered alone: a prompt ends
-with the same tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ KINDS = {
 """Routes with requests that have roles."""
 
 SYSTEM_ROLES = ("system", "developer")
-EDGE = 4
-"""Most first tokens of a message that may depend on what stands before it."""
 USERS = ("Apple", "zebra")
 """Two messages without a common first letter."""
 
@@ -49,19 +44,16 @@ class SystemPart:
         fields: of the request, without its turns.
         head: the system messages that the chat begins with.
         task: the user's first message, if it belongs to the part as well.
-        tail: the user's last message with a text and the turns after it, if the part is the chat's end.
     """
 
     kind: Kind
     fields: Mapping[str, Any]
     head: Sequence[Mapping[str, Any]]
     task: Mapping[str, Any] | None = None
-    tail: Sequence[Mapping[str, Any]] | None = None
 
-    def body(self, word: Any) -> dict[str, Any]:
+    def body(self, word: str) -> dict[str, Any]:
         """A request of this part and one message of the user, ``word``."""
         turns: list[Mapping[str, Any]] = [*self.head, {"role": "user", "content": word}]
-        turns += (self.tail or ())[1:]
         if self.task is not None:
             # A template may want the last message to be the user's.
             turns[-1:] = [self.task, {"role": "assistant", "content": word}, turns[-1]]
@@ -69,9 +61,7 @@ class SystemPart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is neither a system text nor a tool nor a task, or no end."""
-        if self.tail is not None:
-            return not self.tail
+        """Whether there is neither a system text nor a tool nor a task."""
         if self.task is not None:
             return False
         texts = [message.get("content") for message in self.head]
@@ -80,9 +70,9 @@ class SystemPart:
 
 
 def system_parts(
-    path: str, request: Mapping[str, Any], word: str = "system"
+    path: str, request: Mapping[str, Any], *, task: bool = False
 ) -> list[SystemPart] | None:
-    """What ``word`` protects in each chat of a request; ``None`` if it has no roles."""
+    """The system part of each chat of a request, with its ``task`` if wanted; ``None`` if it has no roles."""
     kind = KINDS.get(path)
     if path == "/invocations" and "messages" in request:
         # SageMaker's one route for all: vLLM goes by the fields.
@@ -94,20 +84,18 @@ def system_parts(
     turns = request.get("input" if kind == "responses" else "messages")
     if path.endswith("/batch"):
         chats = turns if isinstance(turns, list) else []
-        return [_part(kind, fields, chat, word) for chat in chats]
-    if word != "ends" and kind == "responses" and request.get("previous_response_id") is not None:
+        return [_part(kind, fields, chat, task=task) for chat in chats]
+    if kind == "responses" and request.get("previous_response_id") is not None:
         # The earlier turns come before these.
         turns = None
-    return [_part(kind, fields, turns, word)]
+    return [_part(kind, fields, turns, task=task)]
 
 
-def _part(kind: Kind, fields: Mapping[str, Any], turns: Any, word: str) -> SystemPart:
+def _part(kind: Kind, fields: Mapping[str, Any], turns: Any, *, task: bool) -> SystemPart:
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
-    if word == "ends":
-        return SystemPart(kind, fields, (), tail=_tail(turns))
     head = _head(turns)
-    behind = turns[len(head) :] if word == "task" and isinstance(turns, list) else []
+    behind = turns[len(head) :] if task and isinstance(turns, list) else []
     first = behind[0] if behind and isinstance(behind[0], dict) else {}
     is_task = first.get("role") == "user" and _has_text(first.get("content"))
     return SystemPart(kind, fields, head, first if is_task else None)
@@ -123,13 +111,6 @@ def _head(turns: Any) -> list[Mapping[str, Any]]:
     return head
 
 
-def _tail(turns: Any) -> list[Mapping[str, Any]]:
-    """From the last message of the user that has a text on."""
-    chat = turns if isinstance(turns, list) and all(isinstance(one, dict) for one in turns) else []
-    users = (one.get("role") == "user" and _has_text(one.get("content")) for one in chat)
-    return chat[max((at for at, is_user in enumerate(users) if is_user), default=len(chat)) :]
-
-
 def _has_text(content: Any) -> bool:
     if isinstance(content, list):
         return any(isinstance(part, dict) and _has_text(part.get("text")) for part in content)
@@ -139,11 +120,9 @@ def _has_text(content: Any) -> bool:
 NEEDS = {
     "system": "needs a system message or tools at the beginning of the chat",
     "task": "needs a system message, tools or a message of the user at the beginning of the chat",
-    "ends": "needs a message of the user with a text",
 }
 """What each word requires."""
 NOT_FIRST = "is not found: the chat template of this model does not begin with it"
-NOT_LAST = "is not found: the prompt does not end with the last message of the user"
 
 Render = Callable[[Kind, Mapping[str, Any]], Awaitable["array[int]"]]
 """Token ids of the prompt that a request body becomes. Raises ``ValueError`` if it cannot be rendered."""
@@ -154,7 +133,7 @@ class SystemPrefix:
     """The beginning of prompts with a certain system part.
 
     Attributes:
-        tokens: up to the user's words; or from them on, if it is the end of prompts.
+        tokens: up to the user's words.
         failure: why there are no tokens.
     """
 
@@ -168,17 +147,12 @@ class SystemPrefix:
 
     def error(self, word: str) -> BudgetError:
         """Why ``kv_protect`` cannot be this word here."""
-        accepted = f"a number, 'prompt' or 'short' here: '{word}' {self.failure}"
+        accepted = f"a number, 'prompt' or 'ends' here: '{word}' {self.failure}"
         return BudgetError("kv_protect", word, accepted)
 
     def length_in(self, prompt: array[int] | list[int]) -> int:
         """Number of first tokens that a prompt shares with the part."""
         return common_tokens(self.tokens, array("i", prompt[: len(self.tokens)]))
-
-    def length_at_end(self, prompt: array[int] | list[int]) -> int:
-        """Number of last tokens that a prompt shares with the part; 0: it does not end with the part."""
-        shared = common_tokens(self.tokens[::-1], array("i", reversed(prompt)))
-        return shared if shared >= len(self.tokens) - EDGE else 0
 
 
 NO_ROLES = SystemPrefix(
@@ -189,13 +163,11 @@ NO_ROLES = SystemPrefix(
 async def system_prefixes(
     render: Render, path: str, request: Mapping[str, Any], word: str
 ) -> list[SystemPrefix]:
-    """The prefix of each chat of a request that protects ``word``, or its end. Never raises.
+    """The prefix of each chat of a request that protects ``word``. Never raises.
 
     If a part cannot be rendered, neither can the request in most cases, and vLLM says why.
     """
-    parts = system_parts(path, request, word)
-    if word == "ends" and parts is None:
-        return []
+    parts = system_parts(path, request, task=word == "task")
     if not parts:
         return [NO_ROLES if parts is None else SystemPrefix(failure=NEEDS[word])]
     return [
@@ -206,14 +178,10 @@ async def system_prefixes(
 
 async def _prefix(render: Render, part: SystemPart) -> SystemPrefix:
     try:
-        # A chat's end is rendered as it is, too.
-        words = (part.tail[0]["content"], USERS[0]) if part.tail else USERS
-        one, two = [await render(part.kind, part.body(word)) for word in words]
+        one, two = [await render(part.kind, part.body(user)) for user in USERS]
     except Exception as error:  # noqa: BLE001 - templates raise what they like
         return SystemPrefix(failure=f"is not found: {str(error) or type(error).__name__}")
     length = common_tokens(one, two)
-    if part.tail:
-        return SystemPrefix(one[length:])
     return SystemPrefix(one[:length], None if length else NOT_FIRST)
 
 

@@ -14,7 +14,7 @@ PREFIXES = 6
 BUDGETS: tuple[dict[str, Any] | None, ...] = (
     None,
     {"kv_budget": 0.1},
-    {"kv_budget": 0.2, "kv_protect": "short"},
+    {"kv_budget": 0.2, "kv_protect": "ends"},
     {"kv_budget": 0.35, "kv_policy": "end+key", "kv_recent": 0.1},
     {"kv_budget": 0.5, "kv_recent": 1.0},
     {"kv_budget": 0.8},

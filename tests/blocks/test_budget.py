@@ -67,13 +67,13 @@ def test_the_newest_tokens_share_is_the_requests_the_servers_or_the_policys() ->
         ({}, {"kv_protect": 899}, 900, 0.25),
         ({}, {"kv_protect": 900}, 900, 0.8),
         ({}, {}, 512, 0.8),
-        ({}, {}, 513, 0.25),
+        ({}, {}, 513, 0.8),
         ({}, {"kv_recent": 0.1}, 512, 0.1),
         ({"kv_recent": 0.3}, {}, 512, 0.3),
         ({}, {"kv_policy": "h2o"}, 512, 0.5),
     ],
 )
-def test_an_answer_keeps_more_of_its_newest_tokens_where_all_of_the_prompt_is_protected(
+def test_an_answer_keeps_more_of_its_newest_tokens_where_the_end_of_the_prompt_is_protected(
     server: dict[str, Any], asked: dict[str, Any], prompt: int, recent: float
 ) -> None:
     assert resolve_for(H2OConfig(kv_budget=0.2, **server), asked, prompt).recent == recent

@@ -139,15 +139,16 @@ ENDS: list[dict[str, object]] = [
 @pytest.mark.parametrize("asked", ENDS, ids=str)
 @pytest.mark.parametrize("prompt", [65, 70, 99, 200, 307, 640])
 @pytest.mark.parametrize("block_size", [16, 32])
-def test_the_prompts_end_stays_and_the_budget_is_of_the_rest(
+def test_the_prompts_end_stays_within_the_budget(
     asked: dict[str, object], prompt: int, block_size: int
 ) -> None:
     """Law 3, and what workers rely on: the heavy blocks are neighbours in the table without holes."""
     one = make_state(prompt, block_size, kv_protect="ends", **asked)
     prompt = min(prompt, int(str(asked.get("kv_evict_from", prompt))))
-    assert one.pinned == 1 and len(one.end) * block_size >= min(32, prompt - block_size)
-    assert one.end.start >= 1 and one.end.stop == math.ceil(prompt / block_size)
-    assert len(one.end) * block_size < max(32, 0.9 * prompt / 2 + 2 * block_size)
+    kept = max(16, math.ceil(float(str(asked.get("kv_budget", 0))) * prompt))
+    half = min(63, kept // 2, int(str(asked.get("kv_prefill_tokens", prompt))) // 2)
+    assert one.pinned == 1 and len(one.end) == min(half, prompt - 1) // block_size
+    assert not one.end or one.end.stop == math.ceil(prompt / block_size)
     live: set[int] = set()
     evicted = 0
     for seen in range(1200):
@@ -165,8 +166,8 @@ def test_the_prompts_end_stays_and_the_budget_is_of_the_rest(
             evicted += 1
         assert {0, *one.end} & {*range(seen // block_size)} <= live
         if one._evict_from is not None and seen >= one._evict_from:
-            rest = max(16, math.ceil(float(str(asked.get("kv_budget", 0))) * seen))
-            assert len(live) <= 1 + len(one.end) + math.ceil(rest / block_size) + 1
+            share = math.ceil(float(str(asked.get("kv_budget", 0))) * (seen - block_size))
+            assert len(live) <= 1 + math.ceil(max(16, share) / block_size) + 1
     assert evicted > 2
 
 
@@ -186,7 +187,7 @@ def test_a_replay_with_a_protected_end_evicts_as_before(asked: dict[str, object]
 
 
 def test_a_first_eviction_behind_the_end_says_where_its_gap_is() -> None:
-    one = make_state(100, kv_protect="ends", kv_budget=0.2, kv_recent=0.0, kv_evict_from=400)
+    one = make_state(100, kv_protect="ends", kv_budget_tokens=100, kv_recent=0.0, kv_evict_from=400)
     first = one.evict(400)
     assert first is not None and one.end == range(4, 7)
     assert first.fresh[:3] == (1, 2, 3) and first.fresh[3] == 7

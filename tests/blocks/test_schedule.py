@@ -128,7 +128,7 @@ def test_without_a_bound_the_budget_alone_decides(one: EvictionSchedule, seen: i
         ({"kv_budget_tokens": 64, "kv_prefill_tokens": 128, "kv_protect": 32}, 10),
         ({"kv_budget": 0.2, "kv_prefill_tokens": 256, "kv_protect": "prompt"}, 64),
         # The longest prompt that is short.
-        ({"kv_budget": 0.2, "kv_prefill_tokens": 256, "kv_protect": "short"}, 17),
+        ({"kv_budget": 0.2, "kv_prefill_tokens": 256, "kv_protect": "ends"}, 17),
     ],
 )
 def test_pool_has_to_hold_any_request_that_leaves_its_budget_to_the_server(

@@ -14,19 +14,12 @@ from h2o_vllm.blocks.counts.request_state import RequestState
 from h2o_vllm.blocks.counts.settling import SettlingSchedule
 from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.blocks.plan import StepPlan
-from h2o_vllm.config.request_budget import RequestBudget
 from h2o_vllm.policy.policy import Policy
 from h2o_vllm.policy.ranks import NEVER
 from tests.engine.ghost_memory import Hashes, Layer, Memory, Row, hashed
 
 ANSWER = 7
 """The token that every request generates: answers that come of different KV share their block hashes."""
-
-
-def asked_of(state: EvictionState) -> RequestBudget:
-    """A budget that is rounded to that of a state: to round its protected end once more would lengthen it."""
-    end = state.context - state.budget.end_from if state.budget.end else 0
-    return replace(state.budget, end=end)
 
 
 def has_parts(ranks: Sequence[int]) -> bool:
@@ -147,9 +140,9 @@ class GhostWorker:
             state.budget.elastic and state._evict_from is not None and not state.schedule.first
         )
         if squeezed:
-            budget = replace(asked_of(state), elastic=False, evict_from=state._evict_from)
+            budget = replace(state.budget, elastic=False, evict_from=state._evict_from)
         else:
-            budget = asked_of(state)
+            budget = state.budget
         alone = EvictionState(state.counts, budget, size, 4096)
         count = -(-total // size)
         memory = Memory(self._memory.layers, count + 1, size)

@@ -22,7 +22,6 @@ from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens
 from h2o_vllm.blocks.counts.eviction_state import EvictionState
 from h2o_vllm.blocks.counts.settling_state import SettlingState
 from h2o_vllm.config.settings import MOST_DRAFTS
-from tests.engine.ghost import asked_of
 from tests.engine.scheduling import STATES, Rig
 from tests.engine.traffic_fields import RIGS, bounds, budgets, elastic, protects
 
@@ -311,7 +310,7 @@ class Traffic(RuleBasedStateMachine):
     def check_replays(self) -> None:
         """Law 5: evictions are those of a run alone that begins to evict at the same count."""
         for request_id, state in self.states.items():
-            budget = replace(asked_of(state), elastic=False, evict_from=self.points[request_id])
+            budget = replace(state.budget, elastic=False, evict_from=self.points[request_id])
             counts: Any = state.counts
             alone = EvictionState(counts, budget, state.block_size, 4096)
             seen = range(counts.num_tokens + 1)

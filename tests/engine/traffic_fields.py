@@ -32,7 +32,7 @@ RIGS: dict[str, Any] = {
 """What a run of the machine may serve with."""
 
 protects = st.one_of(
-    st.sampled_from(["prompt", "short", "ends", "ends"]),
+    st.sampled_from(["prompt", "ends", "ends"]),
     st.sampled_from([50, 100]),
     st.integers(0, 250),
 )

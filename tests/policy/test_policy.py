@@ -74,16 +74,16 @@ def test_what_workers_are_told_follows_from_the_ranks(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "recent", "of_answers", "protect", "shares", "equal"),
     [
-        ("attention", 0.5, 0.5, "short", False, False),
-        ("key", 0.5, 0.5, "short", False, True),
-        ("end", 0.5, 0.5, "short", False, False),
-        ("value+key", 0.25, 0.8, "short", False, False),
-        ("predicted", 0.1, 0.1, "short", True, False),
-        ("predicted+key", 0.1, 0.1, "short", True, False),
-        ("predicted+end", 0.25, 0.8, "short", True, False),
-        ("predicted+value+end+key", 0.25, 0.8, "short", True, False),
+        ("attention", 0.5, 0.5, "ends", False, False),
+        ("key", 0.5, 0.5, "ends", False, True),
+        ("end", 0.5, 0.5, "ends", False, False),
+        ("value+key", 0.25, 0.8, "ends", False, False),
+        ("predicted", 0.1, 0.1, "ends", True, False),
+        ("predicted+key", 0.1, 0.1, "ends", True, False),
+        ("predicted+end", 0.25, 0.8, "ends", True, False),
+        ("predicted+value+end+key", 0.25, 0.8, "ends", True, False),
         ("random", 0.05, 0.05, "prompt", False, True),
-        ("window", 0.5, 0.5, "short", False, True),
+        ("window", 0.5, 0.5, "ends", False, True),
     ],
 )
 def test_defaults_follow_from_the_ranks(

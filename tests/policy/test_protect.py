@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from h2o_vllm.config.keys import END_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.config.request_fields import FEW_PROTECTED
 from h2o_vllm.config.resolve import resolve, resolve_for
@@ -30,11 +29,9 @@ from h2o_vllm.errors import BudgetError, ConfigError
         ("system", None, None, 100, 0),
         ("task", None, None, 100, 0),
         (None, None, None, 512, 512),
-        (None, None, None, 513, 0),
+        (None, None, None, 513, 1),
         (None, 64, None, 64, 64),
-        (None, 64, None, 65, 0),
-        (0, None, "short", 512, 512),
-        ("short", None, None, 513, 0),
+        (None, 64, None, 65, 1),
         ("system", None, 7, 100, 7),
         (0, None, "ends", 512, 512),
         (0, None, "ends", 513, 1),
@@ -53,33 +50,19 @@ def test_the_engine_gets_a_number(
 
 def test_what_is_short_depends_on_the_floor_and_nothing_is_that_settles() -> None:
     low = H2OConfig(kv_budget=0.2, kv_min_tokens=16)
-    assert [resolve_for(low, None, tokens).protect for tokens in (64, 65)] == [64, 0]
+    assert [resolve_for(low, None, tokens).protect for tokens in (64, 65)] == [64, 1]
     assert resolve_for(low, {"kv_budget": 1.0}, 64).protect == 0, "nothing is evicted"
-    for asked in ({}, {"kv_protect": "short"}):
-        settles = {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512, **asked}
-        assert resolve_for(H2OConfig(), settles, 100).protect == 0
+    settles = {"kv_budget": 0.2, "kv_policy": "later", "kv_settle_tokens": 512}
+    assert resolve_for(H2OConfig(), settles, 100).protect == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "message", "end"),
-    [(None, None, 511), (None, 100, 100), (None, 4000, 511), (64, None, 63), (0, 100, 0)],
-)
-def test_the_end_is_the_last_message_or_what_a_short_prompt_may_have(
-    limit: int | None, message: int | None, end: int
-) -> None:
+@pytest.mark.parametrize(("limit", "end"), [(None, 511), (64, 63), (0, 0)])
+def test_the_end_is_as_long_as_a_short_prompt(limit: int | None, end: int) -> None:
     config = H2OConfig(kv_budget=0.2, kv_protect="ends", kv_protect_max=limit)
-    asked = {} if message is None else {END_KEY: message}
-    budget = resolve_for(config, asked, 2000)
+    budget = resolve_for(config, {}, 2000)
     assert budget.end == end
     assert budget.recent == (0.8 if end else 0.25), "an answer goes on from its newest tokens"
-    assert resolve_for(config, {**asked, "kv_budget": 1.0}, 2000).end == 0, "nothing is evicted"
-
-
-@pytest.mark.parametrize("end", [-5, "9", 1.5, None, [], 2**40])
-def test_any_length_of_the_last_message_is_harmless(end: Any) -> None:
-    """A client can send it inside of ``vllm_xargs``."""
-    budget = resolve_for(H2OConfig(), {"kv_budget": 0.2, "kv_protect": "ends", END_KEY: end}, 900)
-    assert 0 <= budget.end <= 511
+    assert resolve_for(config, {"kv_budget": 1.0}, 2000).end == 0, "nothing is evicted"
 
 
 def test_segments_settle_wherever_a_prompt_ends() -> None:
@@ -96,8 +79,8 @@ def test_a_server_gets_the_word() -> None:
 @pytest.mark.parametrize(
     ("limit", "asked", "says"),
     [
-        (None, -1, r"in \[0, 2147483647\], 'prompt', 'system', 'task', 'short' or 'ends', got -1"),
-        (64, 65, r"in \[0, 64\], 'prompt', 'system', 'task', 'short' or 'ends', got 65"),
+        (None, -1, r"in \[0, 2147483647\], 'prompt', 'system', 'task' or 'ends', got -1"),
+        (64, 65, r"in \[0, 64\], 'prompt', 'system', 'task' or 'ends', got 65"),
         *(
             (None, value, "kv_protect must be an integer in")
             for value in (True, 1.0, "all", "", [])
@@ -137,7 +120,7 @@ def test_bad_options_end_the_start(options: dict[str, Any], flag: str) -> None:
         ({"kv_budget_max": 0.5, "kv_budget": 0.5}, FEW_PROTECTED),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": 5000}, 5000),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "prompt"}, None),
-        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "short"}, FEW_PROTECTED),
+        ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect": "ends"}, FEW_PROTECTED),
         ({"kv_budget_max": 0.5, "kv_budget": 0.5, "kv_protect_max": 7}, 7),
     ],
 )

@@ -50,7 +50,7 @@ class PolicyModel:
         fraction: share of the tokens seen to keep; ``recent`` of it are the newest.
         block: tokens evicted at a time; 1 is the paper's cadence. floor: smallest budget in tokens.
         protected: first tokens beside the budget, rounded up to blocks.
-        ends: whether the prompt's end is protected, too: half of the budget, and what two floors hold.
+        ends: whether the prompt's end is protected, too: at most half of the budget.
         delay: generated tokens before the first eviction.
         shared: whether the heads of a layer share what they keep beside the newest tokens, in whole blocks.
         bound: unprotected tokens, whole blocks, that a longer prompt may hold while it is computed: a quarter
@@ -150,14 +150,14 @@ class PolicyModel:
         inside = seen in self._points()
         if not inside and seen < self.prompt + self.delay:
             return
-        rest = max(0, seen - self.protected - len(range(self.end.start, min(seen, self.end.stop))))
+        rest, ends = max(0, seen - self.protected), len(self.end)
         budget = min(rest, max(self.floor, math.ceil(round(self.fraction * rest, 6))))
         if inside:
-            budget = self.bound - self._quarter
+            budget, ends = self.bound - self._quarter, 0
         excess = (rest - self.evicted - budget) // self.block * self.block
         if excess <= 0:
             return
-        exact = seen - round(self.recent * budget)
+        exact = seen - round(self.recent * (budget - ends))
         until = min((exact + self.block // 2) // self.block, seen // self.block) * self.block
         least = self.evicted + excess + self.protected
         until = max(until, least + len(self.end) * (least > self.end.start))
@@ -191,11 +191,11 @@ class PolicyModel:
         if not self.ends:
             return range(0)
         half = min(self.prompt, max(self.floor, math.ceil(self.fraction * self.prompt))) // 2
-        most = min(max(half, 2 * self.floor), 4 * self.floor - 1)
+        most = min(half, 4 * self.floor - 1)
         if self.bound:
             most = min(most, self.bound // 2)
-        start = (self.prompt - most) // self.block * self.block
-        return range(start, math.ceil(self.prompt / self.block) * self.block)
+        stop = math.ceil(self.prompt / self.block) * self.block
+        return range(stop - most // self.block * self.block, stop)
 
     def _beside_the_end(self, fresh: int, until: int, excess: int) -> tuple[int, int]:
         """Which tokens are ranked for the first time, from .. to, all on one side of the protected end."""

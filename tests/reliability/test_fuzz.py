@@ -96,7 +96,7 @@ def is_sound(xargs: dict[str, Any], limits: H2OConfig) -> bool:
         and type(tokens) is int
         and 1 <= tokens < 2**31
         # Roles are the server's business: "system" is a number by now.
-        and (protect in ("prompt", "short") or (type(protect) is int and 0 <= protect < 2**31))
+        and (protect in ("prompt", "ends") or (type(protect) is int and 0 <= protect < 2**31))
         and (type(elastic) is bool or (type(elastic) is int and 0 <= elastic <= 1))
         and xargs.get("kv_trace", False) in (False, 0)
         and type(evict_from) is int

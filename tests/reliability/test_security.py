@@ -83,11 +83,11 @@ LIMITS = H2OConfig(kv_budget=0.3, kv_budget_min=0.2, kv_budget_max=0.5, kv_min_t
 @pytest.mark.parametrize(
     ("asked", "kept"),
     [
-        # Half of the tokens at most, a fifth at least, whatever is asked for.
-        ({"kv_budget_tokens": 2**31 - 1}, 500),
-        ({"kv_budget_tokens": 1}, 200),
-        ({"kv_budget": 0.5}, 500),
-        ({"kv_budget": 0.2}, 200),
+        # Half of the tokens at most, a fifth at least, beside the first, protected one.
+        ({"kv_budget_tokens": 2**31 - 1}, 501),
+        ({"kv_budget_tokens": 1}, 201),
+        ({"kv_budget": 0.5}, 501),
+        ({"kv_budget": 0.2}, 201),
         ({"kv_budget": 0.51}, None),
         ({"kv_budget": 0.19}, None),
         ({"kv_budget": 1}, None),

@@ -56,7 +56,7 @@ SOUND = (
     '"kv_budget":0.2', '"kv_budget_tokens":200', '"kv_recent":0.5', '"kv_policy":"window"',
     '"kv_heads":"shared"', '"kv_heads":"equal"', '"kv_protect":4',
     '"kv_protect":100', '"kv_protect":"prompt"', '"kv_protect":"system"', '"kv_protect":"task"',
-    '"kv_protect":"short"',
+    '"kv_protect":"ends"',
     '"kv_elastic":true', '"kv_elastic":false', '"kv_evict_from":300', '"kv_delay":16',
     '"kv_prefill_tokens":256', '"kv_trace":false',
 )  # fmt: skip

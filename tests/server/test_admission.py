@@ -11,7 +11,6 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from h2o_vllm.blocks.counts.schedule import OtherGroup
-from h2o_vllm.config.keys import END_KEY
 from h2o_vllm.config.options import H2OConfig
 from h2o_vllm.server.admission import HTTPRequest, http_request
 from h2o_vllm.server.protocol import admit
@@ -140,10 +139,9 @@ def protected(
     request: dict[str, Any] = CHATS,
     path: str = CHAT,
     render: Any = None,
-    key: str = "kv_protect",
     **config: Any,
 ) -> list[Any]:
-    """``kv_protect``, or what is at another key, of each prompt as it reaches the engine."""
+    """``kv_protect`` of each prompt as it reaches the engine."""
     client, _ = serving(**config)
     settings = H2OConfig(kv_min_tokens=16, **config)
     render = render or rendering(TEMPLATES["chatml"])
@@ -153,7 +151,7 @@ def protected(
     async def answer() -> None:
         with http_request() as current:
             current.admitted = admitted
-            if admitted.budget.protect in ("system", "task", "ends") and admitted.budget.evicts:
+            if admitted.budget.protect in ("system", "task") and admitted.budget.evicts:
                 word = str(admitted.budget.protect)
                 current.system = await system_prefixes(render, path, admitted.request, word)
             for prompt in prompts:
@@ -165,7 +163,7 @@ def protected(
 
     asyncio.run(answer())
     assert all(seen["mine"] == 1 for seen in client.seen)
-    return [seen.get(key) for seen in client.seen]
+    return [seen.get("kv_protect") for seen in client.seen]
 
 
 BATCH = [MESSAGES, [{"role": "system", "content": "Be very brief."}, MESSAGES[1]]]
@@ -199,42 +197,6 @@ def test_a_word_is_the_number_of_its_tokens(
     assert protected({}, prompts, request_body, path, kv_protect=word) == expected
 
 
-LONG = {"messages": [*MESSAGES, *LATER[:1], {"role": "user", "content": "Go on."}]}
-END_LENGTH = len("Go on.</>")
-
-
-def test_an_end_is_the_number_of_its_tokens_beside_the_word() -> None:
-    """A prompt of at most 64 tokens is protected whole, and its end is not looked for."""
-    prompt = prompt_of(LONG["messages"])
-    assert len(prompt) > 64
-    for asked, config in (({"kv_protect": "ends"}, {}), ({}, {"kv_protect": "ends"})):
-        found = protected(asked, [prompt, [1, *prompt]], LONG, key=END_KEY, **config)
-        assert found == [END_LENGTH, END_LENGTH]
-        assert protected(asked, [prompt], LONG, **config) == [asked.get("kv_protect")]
-        text = protected(
-            asked, [prompt], {"prompt": "Hi"}, "/v1/completions", key=END_KEY, **config
-        )
-        assert text == [None], "the engine takes the last tokens"
-
-
-@pytest.mark.parametrize(
-    ("request_body", "prompt", "says"),
-    [
-        ({"messages": MESSAGES[:1]}, [1] * 65, "needs a message of the user with a text"),
-        (LONG, [1] * 65, "does not end with the last message of the user"),
-    ],
-)
-def test_an_end_that_is_not_found_is_a_400_for_a_request_that_names_it(
-    request_body: dict[str, Any], prompt: list[int], says: str
-) -> None:
-    with pytest.raises(
-        VLLMValidationError, match=f"a number, 'prompt' or .* 'ends' .*{says}"
-    ) as caught:
-        protected({"kv_protect": "ends"}, [prompt], request_body)
-    assert caught.value.parameter == "kv_protect"
-    assert protected({}, [prompt], request_body, key=END_KEY, kv_protect="ends") == [None]
-
-
 @pytest.mark.parametrize("number", [0, 7, "prompt"])
 def test_what_is_no_word_for_the_server_is_left_to_the_engine(number: Any) -> None:
     render = rendering(TEMPLATES["chatml"])
@@ -262,7 +224,7 @@ def test_where_nothing_is_evicted_nothing_is_rendered() -> None:
 def test_no_system_part_is_a_400_for_a_request_that_names_it(
     request_body: dict[str, Any], path: str, by_default: int
 ) -> None:
-    with pytest.raises(VLLMValidationError, match="or 'short' here: 'system' ") as caught:
+    with pytest.raises(VLLMValidationError, match="or 'ends' here: 'system' ") as caught:
         protected(SYSTEM, [PROMPT, PROMPT], request_body, path)
     assert caught.value.parameter == "kv_protect"
     # A server's default protects what there is.

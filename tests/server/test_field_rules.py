@@ -202,7 +202,7 @@ def test_what_a_server_says_of_itself_is_what_a_request_gets(server: Fields) -> 
     said, got = config.applied, resolve_for(config, None, 300)
     assert Defaults(**said).model_dump() == said
     for name, row in FIELDS.items():
-        if not row.attribute or (name == "kv_protect" and said[name] in ("short", "prompt")):
+        if not row.attribute or (name == "kv_protect" and said[name] in ("ends", "prompt")):
             continue
         value = getattr(got, row.attribute)
         value = value.name if name == "kv_policy" else value
@@ -219,7 +219,7 @@ def test_protection_depends_on_the_policy_unless_somebody_says_otherwise() -> No
         ({}, random | {"kv_protect": 30}, 500, 30),
         ({"kv_protect": 0}, random, 500, 0),
         ({"kv_protect_max": 64}, random, 500, 64),
-        ({}, {"kv_budget": 0.2}, 600, 0),
+        ({}, {"kv_budget": 0.2}, 600, 1),
         ({}, {"kv_budget": 0.2}, 500, 500),
         ({}, {"kv_budget": 0.2, "kv_settle_tokens": 512}, 500, 0),
     ):

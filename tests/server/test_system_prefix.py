@@ -89,49 +89,6 @@ async def test_nothing_to_protect(path: str, body: dict[str, Any]) -> None:
     assert found.failure == NEEDS["system"]
 
 
-LONG = [SYSTEM, *TURNS[:2], {"role": "user", "content": "Why is that so?"}]
-CALL = [{"role": "assistant", "content": "Ask."}, {"role": "tool", "content": "42"}]
-
-
-@pytest.mark.parametrize(
-    ("template", "path", "body", "expected"),
-    [
-        ("chatml", CHAT, {"messages": LONG}, "Why is that so?</>"),
-        ("chatml", CHAT, {"messages": LONG, "tools": [TOOL]}, "Why is that so?</>"),
-        ("merged", CHAT, {"messages": [SYSTEM, LONG[-1]]}, "Why is that so?</>"),
-        ("chatml", CHAT, {"messages": [*LONG, {"role": "user", "content": " "}]},
-         "Why is that so?</><user> </>"),
-        ("chatml", CHAT, {"messages": [*LONG, *CALL]},
-         "Why is that so?</><assistant>Ask.</><tool>42</>"),
-        ("chatml", MESSAGES, {"messages": LONG[1:], "system": "Be brief."}, "Why is that so?</>"),
-        ("chatml", RESPONSES, {"input": "Why is that so?"}, "Why is that so?</>"),
-        ("chatml", RESPONSES, {"input": LONG}, "Why is that so?</>"),
-    ],
-)  # fmt: skip
-async def test_an_end_begins_with_the_users_last_words(
-    template: str, path: str, body: dict[str, Any], expected: str
-) -> None:
-    (found,) = await system_prefixes(rendering(TEMPLATES[template]), path, body, "ends")
-    prompt = tokens(TEMPLATES[template], KINDS[path], body)
-    assert bytes(prompt[-found.length_at_end(prompt) :].tolist()).decode() == expected
-    assert found.length_at_end(prompt[:-9]) == 0, "of another prompt"
-
-
-async def test_an_end_follows_turns_that_only_the_server_knows() -> None:
-    body = {"input": LONG[-1:], "previous_response_id": "resp_1"}
-    (found,) = await system_prefixes(rendering(TEMPLATES["chatml"]), RESPONSES, body, "ends")
-    prompt = tokens(TEMPLATES["chatml"], "chat", {"messages": LONG})
-    assert found.length_at_end(prompt) == len("Why is that so?</>")
-
-
-async def test_a_text_has_an_end_without_roles_and_a_chat_needs_a_user() -> None:
-    render = rendering(TEMPLATES["chatml"])
-    assert await system_prefixes(render, "/v1/completions", {"prompt": "Hi"}, "ends") == []
-    for messages in ([], [SYSTEM], [["Hi"]], [{"role": "user", "content": [{"image": 1}]}]):
-        (found,) = await system_prefixes(render, CHAT, {"messages": messages}, "ends")
-        assert found.failure == NEEDS["ends"] and found.is_missing
-
-
 @pytest.mark.parametrize(
     ("template", "path", "fields", "expected"),
     [

@@ -14,8 +14,8 @@ a block as soon as a whole block is in excess::
 
 ``seen - budget_tokens(seen)`` never falls as ``seen`` grows, so a block that is due stays due.
 
-Protected tokens, the first ones and the prompt's end, do not count against the budget. It applies to the
-others. A recent window that begins before the prompt's end includes it, and nothing in it is ranked.
+Protected first tokens do not count against the budget. It applies to the others, a protected end of the
+prompt included. A recent window that begins before the prompt's end includes it, and nothing in it is ranked.
 
 The newest tokens held are the recent window. Eviction ranks whole blocks or none of a block, so the window
 begins at a block: the one nearest to its exact start. Rounding always in the window's favour would leave no
@@ -38,8 +38,8 @@ def budget_tokens(budget: RequestBudget, seen: int) -> int:
     """Tokens that a request may keep of the ``seen`` it has computed: prompt, generated and protected."""
     if not budget.evicts:
         return seen
-    protected = protected_tokens(budget, seen)
-    return protected + _kept_of_rest(budget, seen - protected)
+    first = min(int(budget.protect), seen)
+    return first + _kept_of_rest(budget, seen - first)
 
 
 def protected_tokens(budget: RequestBudget, seen: int) -> int:
@@ -49,8 +49,8 @@ def protected_tokens(budget: RequestBudget, seen: int) -> int:
 
 def recent_tokens(budget: RequestBudget, seen: int) -> int:
     """Tokens of the recent window, before it is rounded to blocks."""
-    rest = seen - protected_tokens(budget, seen)
-    return round(budget.recent * _kept_of_rest(budget, rest))
+    kept = _kept_of_rest(budget, max(0, seen - int(budget.protect)))
+    return round(budget.recent * max(0, kept - budget.end))
 
 
 def recent_from(budget: RequestBudget, seen: int, block_size: int) -> int:

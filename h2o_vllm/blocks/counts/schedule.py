@@ -24,7 +24,6 @@ from typing import ClassVar, NamedTuple, Self
 
 from h2o_vllm.blocks.counts.budget import blocks_freed, budget_tokens, next_eviction, recent_from
 from h2o_vllm.config.request_budget import RequestBudget
-from h2o_vllm.config.request_fields import SHORT_PROMPT
 from h2o_vllm.errors import BudgetError
 
 LEAST_BOUND_BLOCKS = 4
@@ -53,19 +52,16 @@ def whole_blocks(budget: RequestBudget, block_size: int) -> int:
 
 
 def protected_end(budget: RequestBudget, block_size: int, prompt_tokens: int) -> range:
-    """Positions of the prompt's protected end, whole blocks: ``budget.end`` tokens, or half of the budget.
+    """Positions of the prompt's protected end: whole blocks of at most ``budget.end`` tokens.
 
-    Half of a short prompt may be more, so that a chat that outgrows it keeps that. A bound is halved as well.
+    At most half of the budget, and of a bound, so that at least as many blocks are left for other tokens.
     """
-    if not budget.end:
-        return range(0)
-    half = budget_tokens(replace(budget, protect=0, end=0), prompt_tokens) // 2
-    most = max(half, SHORT_PROMPT * budget.floor // 2)
+    most = min(budget.end, budget_tokens(replace(budget, protect=0), prompt_tokens) // 2)
     if 0 < budget.prefill < prompt_tokens:
         most = min(most, budget.prefill // 2)
-    start = (prompt_tokens - min(budget.end, most)) // block_size * block_size
-    start = max(start, whole_blocks(budget, block_size))
-    return range(start, math.ceil(prompt_tokens / block_size) * block_size)
+    stop = math.ceil(prompt_tokens / block_size) * block_size
+    start = max(stop - most // block_size * block_size, whole_blocks(budget, block_size))
+    return range(min(start, stop), stop)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,28 @@ _SETTLES = {**_FIFTH, "kv_settle_tokens": 512, "kv_policy": "later"}
 _ENDLESS = {"kv_budget_tokens": 512, "kv_prefill_tokens": 512, "kv_protect": 0}
 
 
+_SHAPES = (
+    (16, 512, 32),
+    (16, 512, 512),
+    (16, 512, 1024),
+    (24, 2048, 2048),
+    (64, 2048, 2048),
+    (4, 5000, 5000),
+)
+"""Requests, prompt and answer in the tables of arXiv 2306.14048."""
+_PAPER = tuple(
+    Workload(
+        f"paper-{count}-{prompt}-{answer}",
+        "a shape of the paper's tables",
+        count,
+        prompt,
+        answer,
+        (_BARE,),
+    )
+    for count, prompt, answer in _SHAPES
+)
+
+
 def _by_name(*workloads: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in workloads}
 
@@ -186,6 +208,7 @@ class CPUSuite(Suite):
                    "8k", repeats=5 if again else 1)
           for n in (1, 4, 16) for again, repeats in (("", ""), ("-again", " that repeat"))),
         Workload("endless", "one request, 8 times longer than the pool", 1, 4000, 4192, (None,), "endless"),
+        *_PAPER[:5],
     )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:
@@ -254,6 +277,7 @@ class CUDASuite(Suite):
         Workload("128k-tight", "KV-bound, budget 0.2", 6, 117_000, 1024, (_FIFTH,), "128k"),
         Workload("128k-among", "32 short requests, among which one of 128k tokens comes in",
                  33, 1024, 1024, (_FIFTH,), "128k", long=(1, 130_000)),
+        *_PAPER,
     )  # fmt: skip
 
     def engine_options(self, setting: Setting, variant: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class LimitingScheduler(AsyncScheduler):
 
 
 def _drop_padding(scheduler_output: SchedulerOutput) -> None:
-    """Leave out the drafts of requests that enter the batch: nobody has drafted for them.
+    """Leave out the drafts of requests that enter the batch: no drafter has run for them.
 
     Their ids tell nothing: those of model runner V2's drafts stay on the device, and the scheduler sees -1.
     """

@@ -40,3 +40,12 @@ def test_why_nothing_was_evicted(
     report = request_report(schedule, seen, 0, 38, cached=0, squeezed_at=None)
     assert str(report["nothing_evicted_reason"]).startswith(reason)
     assert request_report(schedule, seen, 1, 38, 0, 1016)["nothing_evicted_reason"] is None
+
+
+def test_a_share_above_the_floor_is_not_blamed_on_it_beside_a_protected_end() -> None:
+    config = H2OConfig(kv_budget=0.9, kv_protect_max=64)
+    schedule = schedule_of(resolve_for(config, {}, 180), 32, 180)
+    report = request_report(schedule, 199, 0, 38, cached=0, squeezed_at=None)
+    assert report["budget_tokens"] - 32 > config.kv_min_tokens
+    assert report["budget_tokens"] - report["tokens_protected"] <= config.kv_min_tokens
+    assert "whole blocks are freed" in report["nothing_evicted_reason"]

@@ -83,7 +83,8 @@ def _within_budget(schedule: Schedule, seen: int) -> str:
     if budget.tokens is None and budget.fraction == 1.0:
         return f"the prompt is within its bound of {budget.prefill} tokens (kv_prefill_tokens)"
     kept = budget_tokens(budget, seen) - protected
-    why = "no budget is below kv_min_tokens" if kept <= budget.floor else "whole blocks are freed"
+    is_floor = budget_tokens(budget, seen) - min(int(budget.protect), seen) <= budget.floor
+    why = "no budget is below kv_min_tokens" if is_floor else "whole blocks are freed"
     if not protected:
         return f"{kept} of {seen} tokens may stay, and {why}"
     first = "ends of the prompt" if budget.end else f"first {protected} tokens"

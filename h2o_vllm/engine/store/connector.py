@@ -145,7 +145,7 @@ class H2OConnector(OffloadingConnector):
             self._blocks.block_pool.free_blocks(reversed(job.blocks))
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine has to go on, be it without requests."""
+        """Whether the engine must run another step, also without requests."""
         return bool(self._jobs)
 
     def reset_cache(self) -> bool:
@@ -180,7 +180,7 @@ class H2OConnector(OffloadingConnector):
         return run, len(run) * size
 
     def _fits(self, request: Request, known: list[Block], wanted: int) -> bool:
-        """Whether the request could be admitted: else what is loaded may be lost before it is."""
+        """Whether the pool has room to admit the request: else loaded blocks may be evicted before that."""
         blocks, tokens = self._blocks, request.num_tokens
         state = blocks.eviction_state(request.request_id)
         peak = tokens if state is None else state.peak_tokens(tokens)
